@@ -158,7 +158,7 @@ def host_floats(values, name, size):
     TypeError
         If it does not hold numbers.
     ValueError
-        If its shape is another, or it holds NaN.
+        If its shape is another, or it holds NaN or plus infinity.
     """
     if values is None:
         return None
@@ -167,8 +167,9 @@ def host_floats(values, name, size):
         raise TypeError(f"{name} must hold floats, got {array.dtype.name}")
     check_shape(array, name, (size,))
     array = np.ascontiguousarray(array, np.float32)
-    if np.isnan(array).any():
-        raise ValueError(f"{name}[{int(np.isnan(array).argmax())}] is NaN")
+    bad = np.flatnonzero(~(array < np.inf))  # -inf is a sink that takes nothing
+    if bad.size:
+        raise ValueError(f"{name}[{bad[0]}] is {array[bad[0]]}, must be less than infinity")
     return array
 
 

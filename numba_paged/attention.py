@@ -11,7 +11,7 @@ from .arrays import check_last_axis, check_ndim, check_shape, common_place
 from .backend import load_backend
 from .formats import QUERY_FORMATS, format_of
 from .plan import Plan, cut_work
-from .spec import AttentionOptions
+from .spec import AttentionOptions, scale_of
 
 
 def decode(q, keys, values, block_tables, lengths, *, scale=None, soft_cap=None, window=None, alibi_slopes=None,
@@ -270,7 +270,8 @@ def _attend(q, keys, values, block_tables, lengths, query_starts, options, out, 
     num_tokens, num_q_heads, head_dim = q_view.shape
     for name in ("alibi_slopes", "sinks"):
         options[name] = checks.floats(backend, options[name], name, num_q_heads)
-    options = AttentionOptions(**options, head_dim=head_dim)
+    options["scale"] = scale_of(options["scale"], head_dim)
+    options = AttentionOptions(**options)
     block_tables = checks.integers(backend, block_tables, "block_tables", 2)
     lengths = checks.integers(backend, lengths, "lengths", 1)
     check_shape(lengths, "lengths", block_tables.shape[:1])

@@ -78,9 +78,11 @@ def format_of(dtype, argument="kv_dtype", allowed=tuple(FORMATS)):
     Raises
     ------
     TypeError
-        If it is none of the allowed formats.
+        If it is none of the allowed formats, or in another byte order than the machine's.
     """
-    name = dtype if isinstance(dtype, str) else getattr(np.dtype(dtype), "name", None)
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if not isinstance(dtype, str) and not np.dtype(dtype).isnative:
+        raise TypeError(f"{argument}: dtype {name} is not in the machine's byte order")
     if name not in allowed:
         raise TypeError(f"{argument}: dtype {name} is not supported; use one of {', '.join(allowed)}")
     return FORMATS[name]

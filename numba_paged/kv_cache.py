@@ -287,9 +287,7 @@ class PagedKVCache:
         """
         seqs, rows, num_new = self._check_batch(seqs, num_new)
         tables, pool, block_size = self._tables, self._pool, self.spec.block_size
-        copied = np.empty(rows.size, bool)
-        needed, num_copied = count_blocks(rows, num_new, tables.lengths, tables.num_blocks, tables.table, pool.refs,
-                                          block_size, copied)
+        needed, num_copied, copied = self._count_blocks(rows, num_new)
         pool.require(needed)
         num_tokens = int(num_new.sum())
         copies, positions = np.empty((num_copied, 2), np.int32), np.empty(num_tokens, np.int32)
@@ -308,6 +306,33 @@ class PagedKVCache:
         self._planned[rows] = num_new
         self._open_plans[plan] = rows
         return plan
+
+    def _count_blocks(self, rows, num_new):
+        copied = np.empty(rows.size, bool)
+        tables = self._tables
+        return *count_blocks(rows, num_new, tables.lengths, tables.num_blocks, tables.table, self._pool.refs,
+                             self.spec.block_size, copied), copied
+
+    def blocks_needed(self, seqs, num_new=1):
+        """How many blocks `plan` would take, copies on write included; compare with `num_available`.
+
+        Parameters
+        ----------
+        seqs, num_new
+            As in `plan`, and refused as there.
+
+        Returns
+        -------
+        int
+            Blocks.
+        """
+        _, rows, num_new = self._check_batch(seqs, num_new)
+        return int(self._count_blocks(rows, num_new)[0])
+
+    @property
+    def num_available(self):
+        """Blocks that `plan` can take now."""
+        return self._pool.num_free
 
     def _check_batch(self, seqs, num_new):
         """Handles, rows and counts of a plan, refused before anything changes."""

@@ -1,7 +1,7 @@
 """What is fixed before the first step: the attention's geometry, and the options of one call."""
 
-import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from .formats import FORMATS, format_of
@@ -9,12 +9,15 @@ from .formats import FORMATS, format_of
 MAX_HEAD_DIM = 256
 """The kernels keep a head's accumulator in registers; past this they would spill."""
 
+SMALLEST_FLOAT32 = 2.0**-149
+"""Positive numbers below are 0 to the kernels."""
+
 NO_WINDOW = 2**31 - 1
 """The window that hides nothing: no sequence is longer."""
 
 
 def _count(name, value):
-    if isinstance(value, bool) or int(value) != value or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or value % 1 != 0 or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
     return int(value)
 
@@ -59,7 +62,7 @@ def check_number(name, value, *, positive=False):
     Raises
     ------
     ValueError
-        If it is not finite, or not positive where it must be.
+        If it is not finite, or not positive where it must be, as a float32.
     TypeError
         If it is not a number.
     """
@@ -67,9 +70,14 @@ def check_number(name, value, *, positive=False):
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}") from None
-    if not math.isfinite(number) or (positive and number <= 0):
-        raise ValueError(f"{name} must be finite{' and > 0' if positive else ''}, got {value!r}")
+    if not abs(number) <= FORMATS["float32"].max or (positive and number < SMALLEST_FLOAT32):
+        raise ValueError(f"{name} must be finite{' and > 0' if positive else ''} in float32, got {value!r}")
     return number
+
+
+def scale_of(scale, head_dim):
+    """The softmax scale, ``head_dim ** -0.5`` where none is given."""
+    return head_dim**-0.5 if scale is None else scale
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ class AttentionSpec:
 
     def __post_init__(self):
         check_heads(self.num_q_heads, self.num_kv_heads, self.head_dim)
-        options = AttentionOptions(self.scale, self.soft_cap, self.window, head_dim=self.head_dim)
+        options = AttentionOptions(scale_of(self.scale, self.head_dim), self.soft_cap, self.window)
         fixed = {
             "block_size": _count("block_size", self.block_size),
             "kv_dtype": format_of(self.kv_dtype).name,
@@ -148,8 +156,8 @@ class AttentionOptions:
 
     Parameters
     ----------
-    scale : float, optional
-        What scores are multiplied with; ``head_dim ** -0.5`` if not given.
+    scale : float
+        What scores are multiplied with.
     soft_cap : float, optional
         Scores become ``soft_cap * tanh(score / soft_cap)``.
     window : int, optional
@@ -162,8 +170,6 @@ class AttentionOptions:
         Whether a query sees only the keys up to its own position.
     split_size : int, optional
         A fixed length of the splits, in tokens.
-    head_dim : int
-        Only for the default scale.
 
     Raises
     ------
@@ -173,7 +179,7 @@ class AttentionOptions:
         If something is not a number.
     """
 
-    scale: float | None = None
+    scale: float = 1.0
     soft_cap: float | None = None
     window: int | None = None
     alibi_slopes: Any = None
@@ -182,11 +188,9 @@ class AttentionOptions:
     v_scale: float = 1.0
     causal: bool = True
     split_size: int | None = None
-    head_dim: int = 1
 
     def __post_init__(self):
-        scale = self.head_dim**-0.5 if self.scale is None else check_number("scale", self.scale)
-        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "scale", check_number("scale", self.scale))
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, check_number(name, getattr(self, name), positive=True))
         if self.soft_cap is not None:

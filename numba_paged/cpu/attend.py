@@ -1,0 +1,249 @@
+"""Attention over the paged cache, the plain kernel: any machine, any format, any head_dim.
+
+Per (item, kv head), a thread of its own:
+
+    q, out = the tile's query rows, zeros           # rows: query tokens x the heads that share this kv head
+    for each tile of TILE keys:
+        keys = the tile's keys as float32           # read from their blocks once for all rows
+        for each row: scores = q . keys, masked     # online softmax (arXiv:1805.02867)
+            rescale out and the sum to the new maximum; weights = exp2(scores - maximum)
+        values = the tile's values as float32       # likewise
+        for each row: out += weights . values
+    out / sum -> the output, or a partial if the sequence was split
+
+Nothing is gathered: a tile of keys, then of values, is all that exists beside the pool (PagedAttention, arXiv:2309.06180).
+Invariant: tile edges count from the first key that the tile's queries see, each row visits its visible keys in order
+of their positions, and no number crosses from one pair to another: a row's result depends on its own keys alone.
+"""
+
+import functools
+import math
+
+import numpy as np
+from numba import cfunc, njit, prange, types
+from numba.extending import overload
+
+from ..plan import NUM_QUERIES, PART, PART_STRIDE, POSITION, QUERY, SEQ, START, STOP
+from ..score import LN2, LOG2E, make_score, visible_start, visible_stop
+from ..softmax import NEG_INF, anchor, make_add_sink
+from .numbers import exp2, read_number, read_query, tanh, write_query
+from .threads import call_worker
+
+TILE = 32
+"""Keys per step of the online softmax: at head_dim 128 a tile in float32 is 16 KiB, half an L1 cache."""
+
+_ZERO = np.float32(0)
+_ONE = np.float32(1)
+_LN2 = np.float32(LN2)
+_LOG2E = np.float32(LOG2E)
+
+_visible_start = njit(visible_start)
+_visible_stop = njit(visible_stop)
+_anchor = njit(anchor)
+add_sink = njit(make_add_sink(math.exp, math.log), error_model="numpy")
+
+
+@njit(fastmath={"reassoc", "contract"}, error_model="numpy")
+def _dot(a, b):
+    total = _ZERO
+    for d in range(a.size):
+        total += a[d] * b[d]
+    return total
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _add_scaled(out, weight, row):
+    for d in range(out.size):
+        out[d] += weight * row[d]
+
+
+def _read_rows(target, pool, table, head, start, stop, kind, numbers):
+    """Keys or values [start, stop) of a sequence and kv head as float32 rows."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_read_rows, prefer_literal=True, jit_options={"error_model": "numpy"})
+def _read_rows_of(target, pool, table, head, start, stop, kind, numbers):
+    if not hasattr(kind, "literal_value"):
+        return None
+    fixed = kind.literal_value
+
+    def implementation(target, pool, table, head, start, stop, kind, numbers):
+        address, block_stride, offset_stride, head_stride, block_size = pool
+        for position in range(start, stop):
+            block = np.int64(table[position // block_size])
+            row = address + block * block_stride + position % block_size * offset_stride + head * head_stride
+            for d in range(target.shape[1]):
+                target[position - start, d] = read_number(row, d, fixed, numbers)
+
+    return implementation
+
+
+def _score_row(scores, keys, q, inner, outer, slope, distance, has_cap, has_bias):
+    """Scores of one row against consecutive keys, the first at `distance` from the query."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_score_row, prefer_literal=True, jit_options={"error_model": "numpy"})
+def _score_row_of(scores, keys, q, inner, outer, slope, distance, has_cap, has_bias):
+    if not (hasattr(has_cap, "literal_value") and hasattr(has_bias, "literal_value")):
+        return None
+    score = njit(make_score(bool(has_cap.literal_value), bool(has_bias.literal_value), tanh))
+
+    def implementation(scores, keys, q, inner, outer, slope, distance, has_cap, has_bias):
+        for j in range(scores.size):
+            scores[j] = _dot(q, keys[j])
+        for j in range(scores.size):
+            scores[j] = score(scores[j], inner, outer, slope, np.float32(distance + j))
+
+    return implementation
+
+
+@njit(error_model="numpy")
+def _soften(scores, out, maximum, total):
+    """One step of the online softmax: scores become weights, `out` is rescaled; returns the new maximum and sum."""
+    top = maximum
+    for j in range(scores.size):
+        top = max(top, scores[j])
+    if top != maximum:
+        factor = exp2(maximum - top)
+        total *= factor
+        for d in range(out.size):
+            out[d] *= factor
+    base = _anchor(top)
+    for j in range(scores.size):
+        scores[j] = exp2(scores[j] - base)
+    for j in range(scores.size):
+        total += scores[j]
+    return top, total
+
+
+@njit(error_model="numpy")
+def _finish(out, maximum, total, sink, value_scale):
+    """Normalise a row in place; returns its lse (natural logarithm)."""
+    if total == _ZERO:  # no key was visible
+        for d in range(out.size):
+            out[d] = _ZERO
+        return NEG_INF
+    lse = _anchor(maximum) * _LN2 + math.log(total)
+    lse, factor = add_sink(lse, sink) if sink != NEG_INF else (lse, _ONE)
+    factor *= value_scale / total
+    for d in range(out.size):
+        out[d] *= factor
+    return lse
+
+
+@njit(error_model="numpy")
+def _write_rows(item, head, group, num_rows, out, maxima, totals, value_scale, sinks, outputs, parts, part_lses):
+    """Finish the rows of a pair: to the output, or to the partials if the sequence was split."""
+    address, kind, stride, head_stride, lse_address, lse_stride, lse_head_stride = outputs
+    for row in range(num_rows):
+        token, q_head = row // group, head * group + row % group
+        if item[PART] >= 0:
+            part = item[PART] + token * item[PART_STRIDE]
+            part_lses[part, q_head] = _finish(out[row], maxima[row], totals[row], NEG_INF, value_scale)
+            for d in range(out.shape[1]):
+                parts[part, q_head, d] = out[row, d]
+            continue
+        sink = sinks[q_head] if sinks.size else NEG_INF
+        lse = _finish(out[row], maxima[row], totals[row], sink, value_scale)
+        token += item[QUERY]
+        for d in range(out.shape[1]):
+            write_query(address + token * stride + q_head * head_stride, d, kind, out[row, d])
+        if lse_address:
+            write_query(lse_address + token * lse_stride + q_head * lse_head_stride, 0, 0, lse)
+
+
+@njit(error_model="numpy")
+def _begin_rows(rows, out, maxima, totals, q, query, head, group):
+    """Read the query rows of a pair, and start their softmax from nothing."""
+    address, kind, stride, head_stride = q
+    for row in range(rows.shape[0]):
+        source = address + (query + row // group) * stride + (head * group + row % group) * head_stride
+        for d in range(rows.shape[1]):
+            rows[row, d] = read_query(source, d, kind)
+            out[row, d] = _ZERO
+        maxima[row], totals[row] = NEG_INF, _ZERO
+
+
+@njit
+def _make_scratch(num_rows, head_dim):
+    """What a thread needs, once: query rows, out rows, scores, one tile, maxima, sums."""
+    return (np.empty((num_rows, head_dim), np.float32), np.empty((num_rows, head_dim), np.float32),
+            np.empty((num_rows, TILE), np.float32), np.empty((TILE, head_dim), np.float32),
+            np.empty(num_rows, np.float32), np.empty(num_rows, np.float32))
+
+
+_FLOATS = types.Array(types.float32, 1, "A", readonly=True)
+_INT32 = types.Array(types.int32, 1, "A", readonly=True)
+
+
+def _integers(count):
+    return types.UniTuple(types.int64, count)
+
+
+_ARGUMENTS = (
+    _integers(4),  # q: address, kind, token stride, head stride (all strides in bytes)
+    _integers(5),  # keys: address, block stride, offset stride, head stride, block_size
+    _integers(5),  # values
+    _integers(7),  # outputs: out as q, lse address or 0, token stride, head stride
+    types.Array(types.int32, 2, "A", readonly=True),  # tables [num_seqs, max_blocks]
+    _INT32,  # lengths [num_seqs]
+    types.Array(types.int32, 2, "C", readonly=True),  # items [num_items, 8]
+    _integers(4),  # geometry: num_kv_heads, group, head_dim, the most query tokens of an item
+    types.UniTuple(types.float32, 3),  # factors: of the score before and after the cap, of the values
+    types.Array(types.float32, 1, "C", readonly=True),  # numbers [256] of an 8-bit format
+    _FLOATS,  # slopes [num_q_heads] or empty
+    _FLOATS,  # sinks [num_q_heads] or empty
+    types.Array(types.float32, 3, "C"),  # parts [num_parts, num_q_heads, head_dim]
+    types.Array(types.float32, 2, "C"),  # part_lses [num_parts, num_q_heads]
+    types.int64,  # window
+    types.boolean,  # causal
+)
+
+
+@njit(types.void(types.int64, types.int64, *_ARGUMENTS), parallel=True, cache=True, nogil=True)
+def run_workers(worker, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
+                slopes, sinks, parts, part_lses, window, causal):
+    """Run a kernel of `load_attend`, given by its address, on `num_threads` threads."""
+    for thread in prange(num_threads):
+        call_worker(worker, (thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors,
+                             numbers, slopes, sinks, parts, part_lses, window, causal))
+
+
+@functools.cache
+def load_attend(kind, has_cap, has_bias):
+    """The kernel for a kind of pool and the features in use; `run_workers` takes its address."""
+
+    @cfunc(types.void(types.int64, types.int64, *_ARGUMENTS), cache=True, error_model="numpy")
+    def attend(thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
+               slopes, sinks, parts, part_lses, window, causal):
+        num_heads, group, head_dim, num_queries = geometry
+        inner, outer, value_scale = factors
+        rows, out, scores, tile, maxima, totals = _make_scratch(num_queries * group, head_dim)
+        for pair in range(thread, items.shape[0] * num_heads, num_threads):
+            item, head = items[pair // num_heads], pair % num_heads
+            table, length, position = tables[item[SEQ]], np.int64(lengths[item[SEQ]]), np.int64(item[POSITION])
+            num_rows, stop = item[NUM_QUERIES] * group, np.int64(item[STOP])
+            _begin_rows(rows[:num_rows], out, maxima, totals, q, item[QUERY], head, group)
+            for first in range(max(np.int64(item[START]), _visible_start(position, window)), stop, TILE):
+                last = min(first + TILE, stop)
+                _read_rows(tile, keys, table, head, first, last, kind, numbers)
+                for row in range(num_rows):
+                    at = position + row // group
+                    low = max(first, _visible_start(at, window)) - first
+                    high = min(last, _visible_stop(at, length, causal)) - first
+                    if low < high:
+                        slope = slopes[head * group + row % group] * _LOG2E if slopes.size else _ZERO
+                        _score_row(scores[row, low:high], tile[low:high], rows[row], inner, outer, slope,
+                                   first + low - at, has_cap, has_bias)
+                        maxima[row], totals[row] = _soften(scores[row, low:high], out[row], maxima[row], totals[row])
+                _read_rows(tile, values, table, head, first, last, kind, numbers)
+                for row in range(num_rows):
+                    at = position + row // group
+                    for j in range(max(first, _visible_start(at, window)) - first,
+                                   min(last, _visible_stop(at, length, causal)) - first):
+                        _add_scaled(out[row], scores[row, j], tile[j])
+            _write_rows(item, head, group, num_rows, out, maxima, totals, value_scale, sinks, outputs, parts, part_lses)
+
+    return attend
