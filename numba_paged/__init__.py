@@ -9,6 +9,7 @@ from .blocks import BlockPool
 from .errors import CorruptState, OutOfBlocks, UnknownSequence
 from .kv_cache import CacheStats, PagedKVCache
 from .plan import Plan
+from .scheduler import Request, Scheduler, Step
 from .sizing import blocks_that_fit, contiguous_bytes, kv_bytes_per_token, waste
 from .spec import AttentionSpec
 
@@ -22,6 +23,9 @@ __all__ = [
     "OutOfBlocks",
     "PagedKVCache",
     "Plan",
+    "Request",
+    "Scheduler",
+    "Step",
     "UnknownSequence",
     "append",
     "blocks_that_fit",

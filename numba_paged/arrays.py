@@ -137,7 +137,7 @@ def _from_sequence(values, name, dtype):
     return array.astype(dtype)
 
 
-def host_floats(values, name, size):
+def host_floats(values, name, size, lowest):
     """One float32 per query head (slopes, sinks), or None.
 
     Parameters
@@ -148,6 +148,8 @@ def host_floats(values, name, size):
         The argument's name, for the errors.
     size : int
         The number of query heads.
+    lowest : float
+        The lowest that one may be; the highest is the largest finite float32.
 
     Returns
     -------
@@ -158,7 +160,7 @@ def host_floats(values, name, size):
     TypeError
         If it does not hold numbers.
     ValueError
-        If its shape is another, or it holds NaN or plus infinity.
+        If its shape is another, or one is NaN or out of range.
     """
     if values is None:
         return None
@@ -167,9 +169,9 @@ def host_floats(values, name, size):
         raise TypeError(f"{name} must hold floats, got {array.dtype.name}")
     check_shape(array, name, (size,))
     array = np.ascontiguousarray(array, np.float32)
-    bad = np.flatnonzero(~(array < np.inf))  # -inf is a sink that takes nothing
+    bad = np.flatnonzero(~((array >= lowest) & (array < np.inf)))
     if bad.size:
-        raise ValueError(f"{name}[{bad[0]}] is {array[bad[0]]}, must be less than infinity")
+        raise ValueError(f"{name}[{bad[0]}] is {array[bad[0]]}, must be from {lowest} to less than infinity")
     return array
 
 

@@ -268,8 +268,8 @@ def _attend(q, keys, values, block_tables, lengths, query_starts, options, out, 
     checks.check_pool(keys, values)
     checks.check_query(q_view, *keys.shape[2:])
     num_tokens, num_q_heads, head_dim = q_view.shape
-    for name in ("alibi_slopes", "sinks"):
-        options[name] = checks.floats(backend, options[name], name, num_q_heads)
+    options["alibi_slopes"] = checks.alibi_slopes(backend, options["alibi_slopes"], num_q_heads)
+    options["sinks"] = checks.sinks(backend, options["sinks"], num_q_heads)
     options["scale"] = scale_of(options["scale"], head_dim)
     options = AttentionOptions(**options)
     block_tables = checks.integers(backend, block_tables, "block_tables", 2)

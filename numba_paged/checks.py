@@ -9,6 +9,7 @@ from numba import njit
 
 from .arrays import check_last_axis, check_ndim, check_shape, host_floats, host_integers
 from .formats import QUERY_FORMATS, format_of
+from .scalars import LARGEST_FLOAT32
 from .score import visible_start
 from .spec import NO_WINDOW, check_heads
 
@@ -22,11 +23,20 @@ def integers(backend, values, name, ndim, dtypes=(np.int32,)):
     return host_integers(values, name, ndim, dtypes)
 
 
-def floats(backend, values, name, size):
-    """One float32 per query head (slopes, sinks) where the backend computes, or None."""
+def alibi_slopes(backend, values, num_q_heads):
+    """One finite float32 per query head where the backend computes, or None."""
+    return _floats(backend, values, "alibi_slopes", num_q_heads, -LARGEST_FLOAT32)
+
+
+def sinks(backend, values, num_q_heads):
+    """One float32 per query head where the backend computes, or None; a sink of -inf takes nothing."""
+    return _floats(backend, values, "sinks", num_q_heads, -np.inf)
+
+
+def _floats(backend, values, name, size, lowest):
     if values is not None and not isinstance(values, (np.ndarray, list, tuple)):
         values = backend.to_host(values, name)
-    values = host_floats(values, name, size)
+    values = host_floats(values, name, size, lowest)
     return None if values is None else backend.array(values)
 
 

@@ -397,8 +397,8 @@ class PagedKVCache:
         if out is not None:
             out = backend.view(out, "out")
             checks.check_out(out, q)
-        slopes, sinks = (checks.floats(backend, values, name, spec.num_q_heads)
-                         for values, name in ((alibi_slopes, "alibi_slopes"), (sinks, "sinks")))
+        slopes = checks.alibi_slopes(backend, alibi_slopes, spec.num_q_heads)
+        sinks = checks.sinks(backend, sinks, spec.num_q_heads)
         options = AttentionOptions(spec.scale, spec.soft_cap, spec.window, slopes, sinks, k_scale, v_scale)
         keys, values = self.keys(layer), self.values(layer)
         backend.append(k, v, keys, values, plan.slots, options.k_scale, options.v_scale)

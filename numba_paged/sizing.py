@@ -8,12 +8,7 @@ import math
 import numpy as np
 
 from .formats import format_of
-
-
-def _positive(name, value):
-    if int(value) != value or value < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
-    return int(value)
+from .scalars import whole_number
 
 
 def num_blocks_for(length, block_size):
@@ -66,7 +61,7 @@ def kv_bytes_per_token(num_layers, num_kv_heads, head_dim, kv_dtype="float16"):
     131072
     """
     counts = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    return 2 * math.prod(_positive(*item) for item in counts.items()) * format_of(kv_dtype).itemsize
+    return 2 * math.prod(whole_number(*item) for item in counts.items()) * format_of(kv_dtype).itemsize
 
 
 def blocks_that_fit(num_bytes, block_size, num_layers, num_kv_heads, head_dim, kv_dtype="float16"):
@@ -97,10 +92,8 @@ def blocks_that_fit(num_bytes, block_size, num_layers, num_kv_heads, head_dim, k
     >>> blocks_that_fit(2**30, 16, 32, 8, 128, "float16")
     512
     """
-    if num_bytes < 0:
-        raise ValueError(f"num_bytes must be >= 0, got {num_bytes!r}")
     per_token = kv_bytes_per_token(num_layers, num_kv_heads, head_dim, kv_dtype)
-    return int(num_bytes) // (_positive("block_size", block_size) * per_token)
+    return whole_number("num_bytes", num_bytes, low=0) // (whole_number("block_size", block_size) * per_token)
 
 
 def contiguous_bytes(num_seqs, max_length, num_layers, num_kv_heads, head_dim, kv_dtype="float16"):
@@ -132,7 +125,7 @@ def contiguous_bytes(num_seqs, max_length, num_layers, num_kv_heads, head_dim, k
     512
     """
     per_token = kv_bytes_per_token(num_layers, num_kv_heads, head_dim, kv_dtype)
-    return _positive("num_seqs", num_seqs) * _positive("max_length", max_length) * per_token
+    return whole_number("num_seqs", num_seqs) * whole_number("max_length", max_length) * per_token
 
 
 def waste(lengths, block_size):
@@ -160,7 +153,7 @@ def waste(lengths, block_size):
     >>> waste([5, 16, 0], 16)
     array([11,  0,  0])
     """
-    block_size = _positive("block_size", block_size)
+    block_size = whole_number("block_size", block_size)
     lengths = np.asarray(lengths)
     if lengths.size and lengths.min() < 0:
         raise ValueError(f"lengths must be >= 0, got {lengths.min()}")

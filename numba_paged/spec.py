@@ -1,25 +1,16 @@
 """What is fixed before the first step: the attention's geometry, and the options of one call."""
 
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from .formats import FORMATS, format_of
+from .scalars import finite_number, whole_number
 
 MAX_HEAD_DIM = 256
 """The kernels keep a head's accumulator in registers; past this they would spill."""
 
-SMALLEST_FLOAT32 = 2.0**-149
-"""Positive numbers below are 0 to the kernels."""
-
 NO_WINDOW = 2**31 - 1
 """The window that hides nothing: no sequence is longer."""
-
-
-def _count(name, value):
-    if isinstance(value, bool) or not isinstance(value, Real) or value % 1 != 0 or value < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
-    return int(value)
 
 
 def check_heads(num_q_heads, num_kv_heads, head_dim):
@@ -35,44 +26,10 @@ def check_heads(num_q_heads, num_kv_heads, head_dim):
     ValueError
         If ``num_q_heads % num_kv_heads != 0``, or a count or `head_dim` is out of range.
     """
-    _count("num_kv_heads", num_kv_heads)
-    _count("head_dim", head_dim)
-    if num_q_heads < 1 or num_q_heads % num_kv_heads:
+    whole_number("num_kv_heads", num_kv_heads)
+    whole_number("head_dim", head_dim, high=MAX_HEAD_DIM)
+    if whole_number("num_q_heads", num_q_heads) % num_kv_heads:
         raise ValueError(f"num_q_heads must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}")
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
-
-
-def check_number(name, value, *, positive=False):
-    """A finite float, or a `ValueError` that names the argument and the bound.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name.
-    value : float
-        What was given.
-    positive : bool
-        Whether zero and below are refused too.
-
-    Returns
-    -------
-    float
-
-    Raises
-    ------
-    ValueError
-        If it is not finite, or not positive where it must be, as a float32.
-    TypeError
-        If it is not a number.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}") from None
-    if not abs(number) <= FORMATS["float32"].max or (positive and number < SMALLEST_FLOAT32):
-        raise ValueError(f"{name} must be finite{' and > 0' if positive else ''} in float32, got {value!r}")
-    return number
 
 
 def scale_of(scale, head_dim):
@@ -130,7 +87,10 @@ class AttentionSpec:
         check_heads(self.num_q_heads, self.num_kv_heads, self.head_dim)
         options = AttentionOptions(scale_of(self.scale, self.head_dim), self.soft_cap, self.window)
         fixed = {
-            "block_size": _count("block_size", self.block_size),
+            "num_q_heads": int(self.num_q_heads),
+            "num_kv_heads": int(self.num_kv_heads),
+            "head_dim": int(self.head_dim),
+            "block_size": whole_number("block_size", self.block_size),
             "kv_dtype": format_of(self.kv_dtype).name,
             "scale": options.scale,
             "soft_cap": options.soft_cap,
@@ -190,11 +150,11 @@ class AttentionOptions:
     split_size: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "scale", check_number("scale", self.scale))
+        object.__setattr__(self, "scale", finite_number("scale", self.scale))
         for name in ("k_scale", "v_scale"):
-            object.__setattr__(self, name, check_number(name, getattr(self, name), positive=True))
+            object.__setattr__(self, name, finite_number(name, getattr(self, name), positive=True))
         if self.soft_cap is not None:
-            object.__setattr__(self, "soft_cap", check_number("soft_cap", self.soft_cap, positive=True))
+            object.__setattr__(self, "soft_cap", finite_number("soft_cap", self.soft_cap, positive=True))
         for name in ("window", "split_size"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _count(name, getattr(self, name)))
+            if getattr(self, name) is not None:  # no sequence is longer than NO_WINDOW, so that more is the same
+                object.__setattr__(self, name, min(whole_number(name, getattr(self, name)), NO_WINDOW))
