@@ -35,7 +35,7 @@ def mask(num_queries, num_keys, window=None, causal=True):
     if causal:
         seen &= j <= i
     if window is not None:
-        seen &= j > i - window
+        seen &= j > i - min(window, 2**31)
     return seen
 
 
