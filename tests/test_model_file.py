@@ -118,6 +118,7 @@ WRONG = {
     "heads": (dict(metadata={"attention.head_count_kv": 3}), r"4 query heads cannot share 3 kv heads"),
     "odd head_dim": (dict(metadata={"attention.key_length": 15}), r"head_dim 15 is odd"),
     "partial rotation": (dict(metadata={"rope.dimension_count": 8}), r"rope.dimension_count' must equal head_dim 16"),
+    "rope base": (dict(metadata={"rope.freq_base": -1.0}), r"'llama.rope.freq_base' must be positive, got -1.0"),
     "rope scaling": (dict(metadata={"rope.scaling.type": "yarn"}), r"'llama.rope.scaling.type' is 'yarn', which"),
     "experts": (dict(metadata={"expert_count": 8}), r"'llama.expert_count' is 8, which is not supported"),
     "missing tensor": (dict(leave_out=["blk.1.ffn_up.weight"]), r"has no tensor 'blk.1.ffn_up.weight'"),
