@@ -1,8 +1,12 @@
 """The backend that a test body runs on, and when the long sweeps run."""
 
-import pytest
+import os
 
-from backends import BACKENDS
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would contend with those of the kernels
+
+import pytest  # noqa: E402
+
+from backends import BACKENDS  # noqa: E402
 
 
 @pytest.fixture(params=[pytest.param(b, id=b.name, marks=b.marks) for b in BACKENDS])
