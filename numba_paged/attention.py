@@ -251,8 +251,9 @@ def merge(outs, lses):
     if outs.shape[0] < 1:
         raise ValueError("outs must have at least 1 part, got 0")
     check_last_axis(outs, "outs")
-    out, lse = backend.empty(outs.shape[1:], outs.dtype), backend.empty(outs.shape[1:3], np.dtype(np.float32))
-    backend.merge(outs, lses, out, lse)
+    with backend.on(outs=outs, lses=lses):
+        out, lse = backend.empty(outs.shape[1:], outs.dtype), backend.empty(outs.shape[1:3], np.dtype(np.float32))
+        backend.merge(outs, lses, out, lse)
     return out, lse
 
 
@@ -263,11 +264,27 @@ def _views(**arrays):
 
 
 def _attend(q, keys, values, block_tables, lengths, query_starts, options, out, return_lse, validate):
-    """Check the arguments, plan, and let the backend work: decode (without query_starts) and prefill."""
+    """Decode (without query_starts) and prefill, on the device of the arrays."""
     backend, (q_view, keys, values) = _views(q=q, keys=keys, values=values)
+    out_view = None if out is None else _out_view(backend, out, q)
+    with backend.on(q=q_view, keys=keys, values=values, out=out_view):
+        out_view, lse = _attend_here(backend, q_view, keys, values, block_tables, lengths, query_starts, options,
+                                     out_view, return_lse, validate)
+    out = out_view if out is None else out
+    return (out, lse) if return_lse else out
+
+
+def _out_view(backend, out, q):
+    if common_place(out=out) != common_place(q=q):
+        raise TypeError("host and device arrays are mixed: out is not where q is")
+    return backend.view(out, "out")
+
+
+def _attend_here(backend, q, keys, values, block_tables, lengths, query_starts, options, out, return_lse, validate):
+    """Check the arguments, plan, and let the backend work."""
     checks.check_pool(keys, values)
-    checks.check_query(q_view, *keys.shape[2:])
-    num_tokens, num_q_heads, head_dim = q_view.shape
+    checks.check_query(q, *keys.shape[2:])
+    num_tokens, num_q_heads, head_dim = q.shape
     options["alibi_slopes"] = checks.alibi_slopes(backend, options["alibi_slopes"], num_q_heads)
     options["sinks"] = checks.sinks(backend, options["sinks"], num_q_heads)
     options["scale"] = scale_of(options["scale"], head_dim)
@@ -278,15 +295,16 @@ def _attend(q, keys, values, block_tables, lengths, query_starts, options, out, 
     query_starts = _query_starts(backend, query_starts, lengths.size, num_tokens)
     if validate:
         checks.check_tables(block_tables, query_starts, lengths, *keys.shape[:2], options.window)
-    out_view = backend.empty(q_view.shape, q_view.dtype) if out is None else _out_view(backend, out, q_view)
+    if out is None:
+        out = backend.empty(q.shape, q.dtype)
+    else:
+        checks.check_out(out, q)
     lse = backend.empty((num_tokens, num_q_heads), np.dtype(np.float32)) if return_lse else None
-    longest = int(np.diff(query_starts).max(initial=0))
-    tiling = backend.tiling(num_q_heads // keys.shape[2], longest)
+    tiling = backend.tiling(num_q_heads // keys.shape[2], int(np.diff(query_starts).max(initial=0)))
     work = cut_work(query_starts, lengths, keys.shape[1], keys.shape[2], tiling, options.causal, options.window,
                     options.split_size)
-    backend.attend(q_view, keys, values, Plan(query_starts, lengths, block_tables, work), options, out_view, lse)
-    out = out_view if out is None else out
-    return (out, lse) if return_lse else out
+    backend.attend(q, keys, values, Plan(query_starts, lengths, block_tables, work), options, out, lse)
+    return out, lse
 
 
 def _query_starts(backend, query_starts, num_seqs, num_tokens):
@@ -298,11 +316,3 @@ def _query_starts(backend, query_starts, num_seqs, num_tokens):
     check_shape(query_starts, "query_starts", (num_seqs + 1,))
     checks.check_query_starts(query_starts, num_tokens)
     return query_starts
-
-
-def _out_view(backend, out, q):
-    if common_place(out=out) != common_place(q=q):
-        raise TypeError("host and device arrays are mixed: out is not where q is")
-    out = backend.view(out, "out")
-    checks.check_out(out, q)
-    return out

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from .plan import Plan, Tiling
@@ -15,6 +16,9 @@ class Backend(Protocol):
     """What a backend does. Arguments were checked by the caller; arrays are of the backend's own kind."""
 
     name: str
+
+    def on(self, **arrays) -> AbstractContextManager:
+        """Make the device of these arrays the current one while a call lasts; None does not count."""
 
     def view(self, array, name) -> Any:
         """The backend's own kind of array over the caller's memory, nothing copied; `name` is for the error."""
