@@ -15,7 +15,6 @@ from .scalars import whole_number
 from .sizing import num_blocks_for
 
 POLICIES = {"fcfs": lambda request: 0, "priority": lambda request: request.priority}
-PREEMPTIONS = ("recompute", "swap")
 
 
 @dataclass(eq=False)
@@ -124,6 +123,8 @@ class Request:
         tokens = np.asarray(self.tokens)
         if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens must be a row of at least one token id, got {tokens.dtype.name} {tokens.shape}")
+        if tokens.min() < 0 or tokens.max() >= 2**31:
+            raise ValueError(f"tokens must be from 0 to 2**31 - 1, got {tokens.min()} to {tokens.max()}")
         self.tokens = tokens.astype(np.int32)
         self.max_new_tokens = whole_number("max_new_tokens", self.max_new_tokens)
         self.n = whole_number("n", self.n)
@@ -234,7 +235,7 @@ class Scheduler:
 
     def __init__(self, cache, max_batch_tokens=2048, max_batch_size=256, policy="fcfs", preemption="recompute",
                  watermark=0.01):
-        for name, value, known in (("policy", policy, POLICIES), ("preemption", preemption, PREEMPTIONS)):
+        for name, value, known in (("policy", policy, POLICIES), ("preemption", preemption, ("recompute", "swap"))):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if not 0 <= watermark < 1:
@@ -248,8 +249,7 @@ class Scheduler:
         room = 0 if window is None else (self._num_blocks - 1) * block_size - window + 1
         self._slides = room > 0
         self._max_chunk = min(self.max_batch_tokens, room) if self._slides else self.max_batch_tokens
-        self._waiting, self._running = [], []  # samples, both in the order of their ranks
-        self._requests = set()  # those that have not finished
+        self._waiting, self._running, self._requests = [], [], set()  # samples by their ranks; requests not finished
         self._step, self._num_added, self._stats = None, 0, SchedulerStats()
 
     def add(self, request):
@@ -455,12 +455,13 @@ class Scheduler:
                 finished.append(sample.request)
 
     def _fork(self, parent, child):
+        child._num_seen = parent.num_computed
         try:
             child._seq = self.cache.fork(parent._seq)
         except OutOfBlocks:  # the cache has no place for another sequence: it begins like one that was preempted
             insort(self._waiting, child, key=_rank)
         else:
-            child.num_computed = child._num_seen = parent.num_computed
+            child.num_computed = parent.num_computed
             insort(self._running, child, key=_rank)
 
     def cancel(self, step):
@@ -496,12 +497,11 @@ class Scheduler:
         if request not in self._requests and not request.finished:
             raise ValueError("request was not added to this scheduler")
         self._requests.discard(request)
+        self._waiting = [sample for sample in self._waiting if sample.request is not request]
+        self._running = [sample for sample in self._running if sample.request is not request]
         for sample in request.samples:
             if sample.finish_reason is None:
                 sample.finish_reason = "abort"
-                for queue in (self._waiting, self._running):
-                    if sample in queue:
-                        queue.remove(sample)
                 if sample._seq is not None:
                     self._drop(sample, after=self._step and self._step.plan)
 
