@@ -1,8 +1,11 @@
 """New keys and values into their slots: converted, rounded to nearest even, saturated; one thread a token."""
 
+import functools
+
 import numpy as np
 from numba import njit, prange, types
 
+from .machine import SOURCES
 from .memory import as_bits, copy_bytes, load, store
 from .numbers import read_query, round_bits
 
@@ -41,33 +44,44 @@ def _encode_row(source, source_kind, target, head_dim, scale, encoding, largest,
             store(target, d, np.uint8(bits))
 
 
-@njit(
-    types.void(
-        types.UniTuple(types.int64, 4),  # new rows: address, kind, token stride, head stride (bytes)
-        types.UniTuple(types.int64, 5),  # pool: address, block stride, offset stride, head stride, block_size
-        types.Array(types.int64, 1, "A", readonly=True),  # slots [num_tokens], -1 writes nothing
-        types.int64,  # num_kv_heads
-        types.int64,  # head_dim
-        types.int64,  # bytes per number of the pool
-        types.UniTuple(types.int64, 3),  # encoding: see FLOATS; zeros for int8
-        types.float32,  # the format's largest number
-        types.float32,  # scale
-        types.boolean,  # whether rows are copied as they are
-    ),
-    parallel=True, cache=True, nogil=True, error_model="numpy",
-)
-def append_rows(new, pool, slots, num_heads, head_dim, itemsize, encoding, largest, scale, same):
-    """Write row (token, head) of `new` to slot ``slots[token]`` of the pool."""
+@njit(error_model="numpy")
+def _write_token(new, pool, token, slot, num_heads, head_dim, itemsize, encoding, largest, scale, same):
+    """Write the rows of all heads of a token to its slot."""
     source, kind, token_stride, source_head_stride = new
     target, block_stride, offset_stride, head_stride, block_size = pool
-    for token in prange(slots.size):
-        slot = slots[token]
-        if slot >= 0:
-            for head in range(num_heads):
-                row = source + token * token_stride + head * source_head_stride
-                place = (target + slot // block_size * block_stride + slot % block_size * offset_stride
-                         + head * head_stride)
-                if same:
-                    copy_bytes(place, row, head_dim * itemsize)
-                else:
-                    _encode_row(row, kind, place, head_dim, scale, encoding, largest, itemsize)
+    for head in range(num_heads):
+        row = source + token * token_stride + head * source_head_stride
+        place = target + slot // block_size * block_stride + slot % block_size * offset_stride + head * head_stride
+        if same:
+            copy_bytes(place, row, head_dim * itemsize)
+        else:
+            _encode_row(row, kind, place, head_dim, scale, encoding, largest, itemsize)
+
+
+_SIGNATURE = types.void(
+    types.UniTuple(types.int64, 4),  # new rows: address, kind, token stride, head stride (bytes)
+    types.UniTuple(types.int64, 5),  # pool: address, block stride, offset stride, head stride, block_size
+    types.Array(types.int64, 1, "A", readonly=True),  # slots [num_tokens], -1 writes nothing
+    types.int64,  # num_kv_heads
+    types.int64,  # head_dim
+    types.int64,  # bytes per number of the pool
+    types.UniTuple(types.int64, 3),  # encoding: see FLOATS; zeros for int8
+    types.float32,  # the format's largest number
+    types.float32,  # scale
+    types.boolean,  # whether rows are copied as they are
+)
+
+
+@functools.cache
+def load_append():
+    """The kernel that writes row (token, head) to slot ``slots[token]`` of the pool; parameters as in `_SIGNATURE`."""
+    sources = SOURCES
+
+    @njit(_SIGNATURE, parallel=True, cache=True, nogil=True, error_model="numpy")
+    def append(new, pool, slots, num_heads, head_dim, itemsize, encoding, largest, scale, same):
+        sources  # see machine.SOURCES
+        for token in prange(slots.size):
+            if slots[token] >= 0:
+                _write_token(new, pool, token, slots[token], num_heads, head_dim, itemsize, encoding, largest, scale, same)
+
+    return append

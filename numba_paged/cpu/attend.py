@@ -26,8 +26,11 @@ from numba.extending import overload
 from ..plan import NUM_QUERIES, PART, PART_STRIDE, POSITION, QUERY, SEQ, START, STOP
 from ..score import LN2, LOG2E, make_score, visible_start, visible_stop
 from ..softmax import NEG_INF, anchor, make_add_sink
-from .numbers import exp2, read_number, read_query, tanh, write_query
-from .threads import call_worker
+from .elementary import exp2, tanh
+from .machine import SOURCES
+from .memory import store
+from .numbers import read_number, read_query, write_query
+from .threads import call_worker, take_unit
 
 TILE = 32
 """Keys per step of the online softmax: at head_dim 128 a tile in float32 is 16 KiB, half an L1 cache."""
@@ -37,8 +40,8 @@ _ONE = np.float32(1)
 _LN2 = np.float32(LN2)
 _LOG2E = np.float32(LOG2E)
 
-_visible_start = njit(visible_start)
-_visible_stop = njit(visible_stop)
+see_from = njit(visible_start)
+see_to = njit(visible_stop)
 _anchor = njit(anchor)
 add_sink = njit(make_add_sink(math.exp, math.log), error_model="numpy")
 
@@ -119,18 +122,14 @@ def _soften(scores, out, maximum, total):
 
 
 @njit(error_model="numpy")
-def _finish(out, maximum, total, sink, value_scale):
-    """Normalise a row in place; returns its lse (natural logarithm)."""
+def close_row(maximum, total, sink, value_scale):
+    """What a row has come to: its lse (natural logarithm), and the factor that its sum of values still lacks."""
     if total == _ZERO:  # no key was visible
-        for d in range(out.size):
-            out[d] = _ZERO
-        return NEG_INF
-    lse = _anchor(maximum) * _LN2 + math.log(total)
-    lse, factor = add_sink(lse, sink) if sink != NEG_INF else (lse, _ONE)
-    factor *= value_scale / total
-    for d in range(out.size):
-        out[d] *= factor
-    return lse
+        return NEG_INF, _ZERO
+    lse, factor = _anchor(maximum) * _LN2 + math.log(total), _ONE
+    if sink != NEG_INF:
+        lse, factor = add_sink(lse, sink)
+    return lse, factor * (value_scale / total)
 
 
 @njit(error_model="numpy")
@@ -139,19 +138,22 @@ def _write_rows(item, head, group, num_rows, out, maxima, totals, value_scale, s
     address, kind, stride, head_stride, lse_address, lse_stride, lse_head_stride = outputs
     for row in range(num_rows):
         token, q_head = row // group, head * group + row % group
-        if item[PART] >= 0:
+        split = item[PART] >= 0
+        sink = sinks[q_head] if sinks.size and not split else NEG_INF
+        lse, factor = close_row(maxima[row], totals[row], sink, value_scale)
+        for d in range(out.shape[1]):
+            out[row, d] = out[row, d] * factor if factor != _ZERO else _ZERO
+        if split:
             part = item[PART] + token * item[PART_STRIDE]
-            part_lses[part, q_head] = _finish(out[row], maxima[row], totals[row], NEG_INF, value_scale)
+            part_lses[part, q_head] = lse
             for d in range(out.shape[1]):
                 parts[part, q_head, d] = out[row, d]
             continue
-        sink = sinks[q_head] if sinks.size else NEG_INF
-        lse = _finish(out[row], maxima[row], totals[row], sink, value_scale)
         token += item[QUERY]
         for d in range(out.shape[1]):
             write_query(address + token * stride + q_head * head_stride, d, kind, out[row, d])
         if lse_address:
-            write_query(lse_address + token * lse_stride + q_head * lse_head_stride, 0, 0, lse)
+            store(lse_address + token * lse_stride + q_head * lse_head_stride, 0, lse)
 
 
 @njit(error_model="numpy")
@@ -182,7 +184,7 @@ def _integers(count):
     return types.UniTuple(types.int64, count)
 
 
-_ARGUMENTS = (
+ARGUMENTS = (
     _integers(4),  # q: address, kind, token stride, head stride (all strides in bytes)
     _integers(5),  # keys: address, block stride, offset stride, head stride, block_size
     _integers(5),  # values
@@ -190,7 +192,7 @@ _ARGUMENTS = (
     types.Array(types.int32, 2, "A", readonly=True),  # tables [num_seqs, max_blocks]
     _INT32,  # lengths [num_seqs]
     types.Array(types.int32, 2, "C", readonly=True),  # items [num_items, 8]
-    _integers(4),  # geometry: num_kv_heads, group, head_dim, the most query tokens of an item
+    _integers(5),  # geometry: num_kv_heads, group, head_dim, the most query tokens of an item, kv heads of a unit
     types.UniTuple(types.float32, 3),  # factors: of the score before and after the cap, of the values
     types.Array(types.float32, 1, "C", readonly=True),  # numbers [256] of an 8-bit format
     _FLOATS,  # slopes [num_q_heads] or empty
@@ -199,40 +201,78 @@ _ARGUMENTS = (
     types.Array(types.float32, 2, "C"),  # part_lses [num_parts, num_q_heads]
     types.int64,  # window
     types.boolean,  # causal
+    types.Array(types.int64, 1, "C"),  # counter [1]: how many units threads have taken, 0
 )
 
 
-@njit(types.void(types.int64, types.int64, *_ARGUMENTS), parallel=True, cache=True, nogil=True)
-def run_workers(worker, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
-                slopes, sinks, parts, part_lses, window, causal):
-    """Run a kernel of `load_attend`, given by its address, on `num_threads` threads."""
-    for thread in prange(num_threads):
-        call_worker(worker, (thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors,
-                             numbers, slopes, sinks, parts, part_lses, window, causal))
+def _bytes(ndim):
+    return types.Array(types.uint8, ndim, "A", readonly=True)
+
+
+@functools.cache
+def load_run():
+    """The function that runs a kernel, given by its address, on a number of threads.
+
+    It takes arrays, as bytes, apart into the addresses and strides of ARGUMENTS, and hands those to the threads.
+    """
+
+    @njit(
+        types.void(
+            types.int64,  # address of the kernel
+            types.int64,  # threads
+            _bytes(3), types.int64,  # q [num_tokens, num_q_heads, bytes], its kind
+            _bytes(4), _bytes(4),  # keys, values [num_blocks, block_size, num_kv_heads, bytes]
+            _bytes(3), types.Array(types.float32, 2, "A"),  # out as q, lse [num_tokens, num_q_heads] or empty
+            types.UniTuple(types.int64, 3),  # head_dim, the most query tokens of an item, units wished for
+            *ARGUMENTS[4:7], *ARGUMENTS[8:-1],
+        ),
+        parallel=True, cache=True, nogil=True,
+    )
+    def run(worker, num_threads, q, q_kind, keys, values, out, lse, sizes, tables, lengths, items, factors, numbers,
+            slopes, sinks, parts, part_lses, window, causal):
+        head_dim, most_queries, num_units = sizes
+        num_heads = keys.shape[2]
+        ranges = min(num_heads, max(1, num_units // max(1, items.shape[0])))
+        geometry = num_heads, q.shape[1] // num_heads, head_dim, most_queries, (num_heads + ranges - 1) // ranges
+        queries = np.int64(q.ctypes.data), q_kind, q.strides[0], q.strides[1]
+        key_pool = np.int64(keys.ctypes.data), keys.strides[0], keys.strides[1], keys.strides[2], keys.shape[1]
+        value_pool = np.int64(values.ctypes.data), values.strides[0], values.strides[1], values.strides[2], keys.shape[1]
+        lse_address = np.int64(lse.ctypes.data) if lse.size else 0
+        outputs = (np.int64(out.ctypes.data), q_kind, out.strides[0], out.strides[1], lse_address, lse.strides[0],
+                   lse.strides[1])
+        counter = np.zeros(1, np.int64)
+        for thread in prange(num_threads):
+            call_worker(worker, (thread, num_threads, queries, key_pool, value_pool, outputs, tables, lengths, items,
+                                 geometry, factors, numbers, slopes, sinks, parts, part_lses, window, causal, counter))
+
+    return run
 
 
 @functools.cache
 def load_attend(kind, has_cap, has_bias):
-    """The kernel for a kind of pool and the features in use; `run_workers` takes its address."""
+    """The kernel for a kind of pool and the features in use."""
+    sources = SOURCES
 
-    @cfunc(types.void(types.int64, types.int64, *_ARGUMENTS), cache=True, error_model="numpy")
+    @cfunc(types.void(types.int64, types.int64, *ARGUMENTS), cache=True, error_model="numpy")
     def attend(thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
-               slopes, sinks, parts, part_lses, window, causal):
-        num_heads, group, head_dim, num_queries = geometry
+               slopes, sinks, parts, part_lses, window, causal, counter):
+        sources  # see machine.SOURCES
+        num_heads, group, head_dim, num_queries, _ = geometry
         inner, outer, value_scale = factors
         rows, out, scores, tile, maxima, totals = _make_scratch(num_queries * group, head_dim)
-        for pair in range(thread, items.shape[0] * num_heads, num_threads):
+        pair = take_unit(counter)
+        while pair < items.shape[0] * num_heads:
             item, head = items[pair // num_heads], pair % num_heads
             table, length, position = tables[item[SEQ]], np.int64(lengths[item[SEQ]]), np.int64(item[POSITION])
             num_rows, stop = item[NUM_QUERIES] * group, np.int64(item[STOP])
             _begin_rows(rows[:num_rows], out, maxima, totals, q, item[QUERY], head, group)
-            for first in range(max(np.int64(item[START]), _visible_start(position, window)), stop, TILE):
+            for first in range(max(np.int64(item[START]), see_from(position, window)), stop, TILE):
                 last = min(first + TILE, stop)
                 _read_rows(tile, keys, table, head, first, last, kind, numbers)
                 for row in range(num_rows):
                     at = position + row // group
-                    low = max(first, _visible_start(at, window)) - first
-                    high = min(last, _visible_stop(at, length, causal)) - first
+                    low = max(first, see_from(at, window)) - first
+                    high = min(last, see_to(at, length, causal)) - first
                     if low < high:
                         slope = slopes[head * group + row % group] * _LOG2E if slopes.size else _ZERO
                         _score_row(scores[row, low:high], tile[low:high], rows[row], inner, outer, slope,
@@ -241,9 +281,10 @@ def load_attend(kind, has_cap, has_bias):
                 _read_rows(tile, values, table, head, first, last, kind, numbers)
                 for row in range(num_rows):
                     at = position + row // group
-                    for j in range(max(first, _visible_start(at, window)) - first,
-                                   min(last, _visible_stop(at, length, causal)) - first):
+                    for j in range(max(first, see_from(at, window)) - first,
+                                   min(last, see_to(at, length, causal)) - first):
                         _add_scaled(out[row], scores[row, j], tile[j])
             _write_rows(item, head, group, num_rows, out, maxima, totals, value_scale, sinks, outputs, parts, part_lses)
+            pair = take_unit(counter)
 
     return attend

@@ -1,59 +1,43 @@
 """The CPU backend: what a plan says, handed to the kernels as addresses and strides."""
 
+from contextlib import nullcontext
+
 import numba
 import numpy as np
 
 from ..arrays import host_array
 from ..formats import FORMATS
 from ..plan import Tiling
-from ..score import score_factors
-from ..spec import NO_WINDOW
-from . import threads
+from . import launch, threads
+from .append import FLOATS, load_append
 
 threads.load_tbb()  # before Numba's first parallel region
 
-from .append import FLOATS, append_rows  # noqa: E402
-from .attend import load_attend, run_workers  # noqa: E402
-from .merge import merge_parts  # noqa: E402
-from .numbers import BYTE, KINDS, NO_TABLE, TABLES  # noqa: E402
-
-_TILE_ROWS = 64
+_TILE_ROWS = 128
 """Query rows (tokens x heads of a group) that share one reading of the keys and values."""
 
-_PAIRS_PER_THREAD = 8
-"""Pairs of work a thread should find, so that an unlucky one is made up for."""
-
-_NOTHING = np.empty(0, np.float32)
-
-
-def _address(array):
-    return array.__array_interface__["data"][0]
-
-
-def _place(array):
-    """Address and strides of all axes but the last, which is contiguous."""
-    return _address(array), *array.strides[:-1]
-
-
-def _rows(array):
-    """A [num_tokens, num_heads, head_dim] array as the kernels take it."""
-    address, *strides = _place(array)
-    return address, KINDS[array.dtype.name], *strides
-
-
-def _pool(array):
-    """One layer of the pool as the kernels take it."""
-    return *_place(array), array.shape[1]
-
-
-def _outputs(out, lse):
-    return *_rows(out), *((0, 0, 0) if lse is None else (_address(lse), *lse.strides))
+_PAIRS_PER_THREAD = 64
+"""(item, kv head) pairs that a thread should find: an item is worked on for all kv heads, of which there are about 8."""
 
 
 class CpuBackend:
     """The backend of NumPy arrays; see `backend.Backend` for the verbs."""
 
     name = "cpu"
+
+    def on(self, **arrays):
+        """Nothing to do: there is one host.
+
+        Parameters
+        ----------
+        **arrays : numpy.ndarray
+            Any.
+
+        Returns
+        -------
+        context manager
+        """
+        return nullcontext()
 
     def view(self, array, name):
         """A NumPy array over the caller's memory.
@@ -127,13 +111,14 @@ class CpuBackend:
         group : int
             Query heads that share one kv head.
         max_queries : int
-            The longest run of query tokens of a sequence; the cut of a sequence must not depend on it.
+            The longest run of query tokens of a sequence: many make work enough without splits.
 
         Returns
         -------
         Tiling
         """
-        return Tiling(max(1, _TILE_ROWS // group), _PAIRS_PER_THREAD * numba.get_num_threads())
+        pairs = _PAIRS_PER_THREAD if max_queries * group < launch.PANEL_ROWS else launch.PANEL_PAIRS_PER_THREAD
+        return Tiling(max(1, _TILE_ROWS // group), pairs * numba.get_num_threads())
 
     def append(self, k, v, keys, values, slots, k_scale, v_scale):
         """Write new keys and values to their slots.
@@ -152,8 +137,9 @@ class CpuBackend:
         slots = slots.astype(np.int64, copy=False)
         for new, pool, scale in ((k, keys, k_scale), (v, values, v_scale)):
             name = pool.dtype.name
-            append_rows(_rows(new), _pool(pool), slots, *new.shape[1:], pool.itemsize, FLOATS.get(name, (0, 0, 0)),
-                        FORMATS[name].max, scale, new.dtype == pool.dtype and scale == 1)
+            load_append()(
+                launch.rows_of(new), launch.pool_of(pool), slots, *new.shape[1:], pool.itemsize,
+                FLOATS.get(name, (0, 0, 0)), FORMATS[name].max, scale, new.dtype == pool.dtype and scale == 1)
 
     def copy_blocks(self, keys, values, sources, targets):
         """Copy whole blocks, all reads before all writes.
@@ -187,27 +173,7 @@ class CpuBackend:
         lse : array [num_tokens, num_q_heads] of float32, or None
             Filled if it is there.
         """
-        work = plan.work
-        num_q_heads, head_dim = q.shape[1:]
-        num_kv_heads = keys.shape[2]
-        group = num_q_heads // num_kv_heads
-        slopes = _NOTHING if options.alibi_slopes is None else options.alibi_slopes
-        sinks = _NOTHING if options.sinks is None else options.sinks
-        parts = np.empty((work.num_parts, num_q_heads, head_dim), np.float32)
-        part_lses = np.empty((work.num_parts, num_q_heads), np.float32)
-        outputs = _outputs(out, lse)
-        name = keys.dtype.name
-        kernel = load_attend(KINDS.get(name, BYTE), options.soft_cap is not None, options.alibi_slopes is not None)
-        run_workers(kernel.address, numba.get_num_threads(), _rows(q), _pool(keys), _pool(values), outputs, plan.block_tables,
-                    plan.lengths, work.items, (num_kv_heads, group, head_dim, max(1, _TILE_ROWS // group)),
-                    (*score_factors(options.scale, options.k_scale, options.soft_cap), options.v_scale),
-                    TABLES.get(name, NO_TABLE), slopes, sinks, parts, part_lses,
-                    NO_WINDOW if options.window is None else options.window, options.causal)
-        if len(work.merges):
-            head_stride, lse_head_stride = parts.strides[1], part_lses.strides[1]
-            places = (_address(parts), KINDS["float32"], parts.strides[0], parts.strides[0], head_stride,
-                      _address(part_lses), part_lses.strides[0], part_lses.strides[0], lse_head_stride)
-            merge_parts(places, outputs, work.merges, num_q_heads, head_dim, sinks)
+        launch.attend(q, keys, values, plan, options, out, lse)
 
     def merge(self, outs, lses, out, lse):
         """Merge partials over disjoint keys.
@@ -221,12 +187,4 @@ class CpuBackend:
         out, lse : array
             Filled.
         """
-        num_parts, num_tokens, num_q_heads, head_dim = outs.shape
-        merges = np.empty((num_tokens, 3), np.int32)
-        merges[:, 0] = merges[:, 1] = np.arange(num_tokens)
-        merges[:, 2] = num_parts
-        part_stride, first_stride, head_stride = outs.strides[:3]
-        lse_part_stride, lse_first_stride, lse_head_stride = lses.strides
-        places = (_address(outs), KINDS[outs.dtype.name], first_stride, part_stride, head_stride,
-                  _address(lses), lse_first_stride, lse_part_stride, lse_head_stride)
-        merge_parts(places, _outputs(out, lse), merges, num_q_heads, head_dim, _NOTHING)
+        launch.merge(outs, lses, out, lse)

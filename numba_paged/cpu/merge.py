@@ -7,6 +7,7 @@ One thread a (query token, head):
     the sink, if there is one, joins the denominator now: once, whatever the number of splits
 """
 
+import functools
 import math
 
 import numpy as np
@@ -14,7 +15,8 @@ from numba import njit, prange, types
 
 from ..softmax import NEG_INF, anchor
 from .attend import add_sink
-from .memory import load
+from .machine import SOURCES
+from .memory import load, store
 from .numbers import read_query, write_query
 
 _ZERO = np.float32(0)
@@ -50,24 +52,31 @@ def _merge_row(parts, first, count, head, row, outputs, token, sink):
     for d in range(row.size):
         write_query(out_address + token * out_stride + head * out_head_stride, d, out_kind, row[d] * factor)
     if out_lse:
-        write_query(out_lse + token * out_lse_stride + head * out_lse_head_stride, 0, 0, lse)
+        store(out_lse + token * out_lse_stride + head * out_lse_head_stride, 0, lse)
 
 
-@njit(
-    types.void(
-        types.UniTuple(types.int64, 9),  # parts: address, kind, first, part and head stride; lses: address and strides
-        types.UniTuple(types.int64, 7),  # outputs, as in the attention kernel
-        types.Array(types.int32, 2, "C", readonly=True),  # merges [num_merges, 3]: query token, first part, parts
-        types.int64,  # num_q_heads
-        types.int64,  # head_dim
-        types.Array(types.float32, 1, "A", readonly=True),  # sinks [num_q_heads] or empty
-    ),
-    parallel=True, cache=True, nogil=True, error_model="numpy",
+_SIGNATURE = types.void(
+    types.UniTuple(types.int64, 9),  # parts: address, kind, first, part and head stride; lses: address and strides
+    types.UniTuple(types.int64, 7),  # outputs, as in the attention kernel
+    types.Array(types.int32, 2, "C", readonly=True),  # merges [num_merges, 3]: query token, first part, parts
+    types.int64,  # num_q_heads
+    types.int64,  # head_dim
+    types.Array(types.float32, 1, "A", readonly=True),  # sinks [num_q_heads] or empty
 )
-def merge_parts(parts, outputs, merges, num_heads, head_dim, sinks):
-    """Merge the partial rows of every entry of `merges`; a part's place is first * first stride + part * part stride."""
-    for pair in prange(merges.shape[0] * num_heads):
-        merge, head = merges[pair // num_heads], pair % num_heads
-        row = np.empty(head_dim, np.float32)
-        sink = sinks[head] if sinks.size else NEG_INF
-        _merge_row(parts, np.int64(merge[1]), np.int64(merge[2]), head, row, outputs, np.int64(merge[0]), sink)
+
+
+@functools.cache
+def load_merge():
+    """The kernel; parameters as in `_SIGNATURE`. A part's place is first · first stride + number · part stride."""
+    sources = SOURCES
+
+    @njit(_SIGNATURE, parallel=True, cache=True, nogil=True, error_model="numpy")
+    def merge(parts, outputs, merges, num_heads, head_dim, sinks):
+        sources  # see machine.SOURCES
+        for pair in prange(merges.shape[0] * num_heads):
+            entry, head = merges[pair // num_heads], pair % num_heads
+            row = np.empty(head_dim, np.float32)
+            sink = sinks[head] if sinks.size else NEG_INF
+            _merge_row(parts, np.int64(entry[1]), np.int64(entry[2]), head, row, outputs, np.int64(entry[0]), sink)
+
+    return merge

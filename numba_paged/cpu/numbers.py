@@ -1,8 +1,4 @@
-"""Number formats and elementary functions in float32 arithmetic that any vectoriser can take: no branches, no calls.
-
-A format is known to a kernel by its `kind`, how its bits become a float32: the 8-bit formats share one, a table of
-their 256 values.
-"""
+"""Number formats: how their bits become float32, and back; a kernel knows a format by its `kind`, a small number."""
 
 import numpy as np
 from numba import njit
@@ -11,59 +7,19 @@ from numba.extending import overload
 from ..formats import FORMATS
 from .memory import as_bits, as_float, load, store
 
-FLOAT32, FLOAT16, BFLOAT16, BYTE = range(4)
+KINDS = {name: kind for kind, name in enumerate(FORMATS)}
 
-KINDS = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
+FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, INT8 = KINDS.values()
 
 TABLES = {name: np.arange(256, dtype=np.uint8).view(f.dtype).astype(np.float32)
           for name, f in FORMATS.items() if f.itemsize == 1}
 """The value of every bit pattern of the 8-bit formats."""
 
 NO_TABLE = np.zeros(256, np.float32)
+"""For the other formats."""
 
-_ONE = np.float32(1)
-_TWO = np.float32(2)
-_ZERO = np.float32(0)
-_TWO_LOG2E = np.float32(2.8853900817779268)
-_SMALLEST_EXPONENT = np.float32(-126)
-_ROUND_TO_BIASED = np.float32(1.5 * 2**23 + 127)
-"""Adding it leaves round(x) + 127 in the low bits: shifted up by 23, they are the bits of 2 ** round(x)."""
-
-# 2**f - 1 on [-1/2, 1/2], divided by f: relative error of 2**f below 2**-28 (Remez)
-_C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(c) for c in (
-    0.6931472057372686, 0.24022646890634677, 0.055503287769636304, 0.009618488957041028, 0.0013399931219698897,
-    0.00015345812024200356))
 _HALF_BIAS = np.float32(2.0**112)
 _HALF_LIMIT = np.float32(65536)
-
-
-@njit(fastmath={"contract"}, error_model="numpy")
-def _split_exponential(x):
-    """(2**n, 2**f - 1) for x = n + f, |f| <= 1/2."""
-    shifted = x + _ROUND_TO_BIASED
-    f = x - (shifted - _ROUND_TO_BIASED)
-    rest = ((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1
-    return as_float(as_bits(shifted) << 23), rest * f
-
-
-@njit(fastmath={"contract"}, error_model="numpy")
-def exp2(x):
-    """2**x for x <= 0 to 2 units in the last place; 0 where it is no normal number, NaN for NaN."""
-    power, rest = _split_exponential(x)
-    value = power * rest + power
-    return _ZERO if x < _SMALLEST_EXPONENT else value
-
-
-@njit(fastmath={"contract"}, error_model="numpy")
-def tanh(x):
-    """Hyperbolic tangent, to a few units in the last place also near 0."""
-    size = as_float(as_bits(x) & 0x7FFFFFFF)
-    exponent = -_TWO_LOG2E * size
-    exponent = _SMALLEST_EXPONENT if exponent < _SMALLEST_EXPONENT else exponent
-    power, rest = _split_exponential(exponent)
-    decay = power * rest + (power - _ONE)  # exp(-2 |x|) - 1
-    value = -decay / (_TWO + decay)
-    return as_float(as_bits(value) | (as_bits(x) & 0x80000000))
 
 
 @njit
@@ -75,7 +31,10 @@ def half_to_float(bits):
 
 
 def read_number(address, index, kind, table):
-    """The number `index` of a row at an address as float32; `kind` is a compile-time constant."""
+    """The number `index` of a row at an address as float32; `kind` is a compile-time constant.
+
+    The 8-bit formats have one kind here, the table of their 256 values says which.
+    """
     raise NotImplementedError("compiled code only")
 
 

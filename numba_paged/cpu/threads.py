@@ -11,6 +11,7 @@ import importlib.metadata
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 _LIBRARY_NAMES = ("libtbb.so.12", "libtbb.12.dylib", "tbb12.dll")
 
@@ -58,3 +59,14 @@ def call_worker(typingctx, address, arguments):
         return context.get_dummy_value()
 
     return types.void(address, arguments), generate
+
+
+@intrinsic
+def take_unit(typingctx, counter):
+    """The next number of a counter [1] of int64 that threads share."""
+
+    def generate(context, builder, signature, arguments):
+        data = make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.atomic_rmw("add", data, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(counter), generate

@@ -1,0 +1,124 @@
+"""Decode: one query token per sequence over a paged cache, against the machine's own memory and against others.
+
+    python benchmarks/bench_decode.py [--quick] [--plot FILE]
+
+Every result is compared with a float64 oracle first. Then competitors take turns (`common.paired`); caches are flushed
+before each sample. The limit is a streaming read of as many bytes by the same threads; where that is faster than
+40 GB/s, a read of the same blocks in the same shuffled order. Peers that are installed join in (`peers`).
+"""
+
+import argparse
+
+import numpy as np
+
+import common
+import numba_paged as npg
+import peers
+
+HEADER = f"{'case':44s} {'ms':>8s} {'GB/s':>6s} {'of stream':>9s} {'of shuffled':>11s}  others' time / ours"
+
+
+def measure(case, rounds, with_numpy=False, with_peers=True):
+    """Paired times of a case, by competitor."""
+    q, keys, values, tables, lengths, _ = case
+    common.check(case, npg.decode(q, keys, values, tables, lengths))
+    out = np.empty_like(q)
+    stream, shuffled = case.limits()
+    functions = {"ours": lambda: npg.decode(q, keys, values, tables, lengths, out=out), "stream": stream,
+                 "shuffled": shuffled}
+    if with_numpy:
+        functions["NumPy gather + matmul"] = lambda: common.gathered(case, np.float32)
+    if with_peers and (lengths == lengths[0]).all():
+        functions |= peers.torch_peers(case)
+    return common.paired(functions, rounds, common.make_flush())
+
+
+def report(label, case, times):
+    """Print a line about a case; returns GB/s."""
+    ours = common.median(times["ours"])
+    others = "  ".join(f"{name} {common.ratio(times[name], times['ours']):.1f}x"
+                       for name in times if name not in ("ours", "stream", "shuffled"))
+    print(f"{label:44s} {ours * 1e3:8.2f} {case.num_bytes / ours / 1e9:6.1f} "
+          f"{common.ratio(times['stream'], times['ours']):9.2f} {common.ratio(times['shuffled'], times['ours']):11.2f}  "
+          f"{others}", flush=True)
+    return case.num_bytes / ours / 1e9
+
+
+def against_numpy(rounds):
+    """The case that the project must win by a factor of 5."""
+    case = common.make_case([4096] * 8)
+    times = measure(case, rounds, with_numpy=True)
+    print(f"8 x 4096 tokens, 32 query heads over 8, head_dim 128, float32, block 16: {case.num_bytes / 1e6:.0f} MB read")
+    report("float32", case, times)
+
+
+def formats(rounds, batches, blocks):
+    """Formats, block sizes, batches and contexts."""
+    for dtype in ("float32", "float16", "bfloat16"):
+        for block in blocks:
+            for batch, context in batches:
+                case = common.make_case([context] * batch, dtype=dtype, block=block)
+                report(f"{dtype}, block {block}, {batch} x {context}", case, measure(case, rounds))
+    for group, dtype in ((8, "bfloat16"), (1, "bfloat16"), (1, "float8_e4m3fn"), (1, "float8_e5m2"), (1, "int8")):
+        case = common.make_case([4096] * 8, dtype=dtype, group=group)
+        report(f"{dtype}, group {group}, block 16, 8 x 4096", case, measure(case, rounds))
+
+
+def contexts(rounds):
+    """Time per token as the context grows, and a ragged batch beside an even one; GB/s by context."""
+    speeds = {}
+    for context in (1024, 4096, 16384, 65536):
+        case = common.make_case([context], dtype="bfloat16")
+        speeds[context] = report(f"bfloat16, 1 x {context}", case, measure(case, rounds, with_peers=False))
+    ragged = np.geomspace(16, 8192, 16).astype(int)
+    for label, lengths in (("ragged 16..8192", ragged), ("even", [int(ragged.mean())] * 16)):
+        case = common.make_case(lengths, dtype="bfloat16")
+        report(f"bfloat16, 16 sequences, {label}", case, measure(case, rounds, with_peers=False))
+    return speeds
+
+
+def plot(path, rounds):
+    """GB/s against context length, batch and block size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), sharey=True, constrained_layout=True)
+    sweeps = {
+        "context length (batch 8, block 16)": [(n, dict(lengths=[n] * 8)) for n in (256, 1024, 4096, 16384)],
+        "batch (context 1024, block 16)": [(n, dict(lengths=[1024] * n)) for n in (1, 4, 16, 64)],
+        "block size (8 x 4096)": [(n, dict(lengths=[4096] * 8, block=n)) for n in (1, 4, 16, 64, 256)],
+    }
+    for axis, (name, cases) in zip(axes, sweeps.items(), strict=True):
+        for dtype in ("float32", "bfloat16", "float8_e4m3fn"):
+            made = [(x, common.make_case(dtype=dtype, **how)) for x, how in cases]
+            speeds = [(x, report(f"{dtype}, {name}: {x}", case, measure(case, rounds, with_peers=False)))
+                      for x, case in made]
+            axis.plot(*zip(*speeds, strict=True), marker="o", label=dtype)
+        axis.set_xlabel(name)
+        axis.set_xscale("log", base=2)
+    axes[0].set_ylabel("GB/s")
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one case, within a minute")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plot", metavar="FILE", help="draw GB/s against context, batch and block size")
+    arguments = parser.parse_args()
+    print(HEADER)
+    if arguments.plot:
+        plot(arguments.plot, arguments.rounds)
+        return
+    against_numpy(3 if arguments.quick else arguments.rounds)
+    if not arguments.quick:
+        formats(arguments.rounds, [(8, 1024), (8, 4096), (32, 1024), (32, 4096)], (16, 32, 64))
+        contexts(arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
