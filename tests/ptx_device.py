@@ -1,0 +1,201 @@
+"""A device without a GPU: the compiled PTX of the kernels, run on NumPy arrays by `ptxrun`.
+
+`PtxDevice` has the interface of `numba_paged.cuda.device.Device`, so the whole `CudaBackend` (grids, the order of
+arguments, plans) runs as on a GPU. Every launch is checked: a fault, a race or a read of bytes that nothing wrote fails
+the test. Its arrays cannot be read like NumPy's, as those of a GPU cannot.
+"""
+
+import contextlib
+import functools
+import time
+import weakref
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import ptxrun
+
+from numba_paged import attention, kv_cache
+from numba_paged.arrays import host_array, place_of
+from numba_paged.cuda.compile import Kernel, compile_ptx
+from numba_paged.cuda.cubin_cache import kept, kernel_key
+from numba_paged.cuda.device import Upload
+
+PTX_DIRECTORY = Path(__file__).parent / "__pycache__" / "kernels"
+KEPT_SECONDS = 7 * 24 * 3600
+"""How old a kernel's PTX may get; after a week it is compiled anew, and what no one asks for is gone."""
+
+
+class DeviceArray:
+    """As much of a CuPy array as the package uses. `host` is the NumPy array whose memory it is."""
+
+    def __init__(self, host):
+        self.host = host
+
+    shape = property(lambda self: self.host.shape)
+    strides = property(lambda self: self.host.strides)
+    dtype = property(lambda self: self.host.dtype)
+    size = property(lambda self: self.host.size)
+    ndim = property(lambda self: self.host.ndim)
+    nbytes = property(lambda self: self.host.nbytes)
+    itemsize = property(lambda self: self.host.itemsize)
+
+    @property
+    def __cuda_array_interface__(self):
+        return {**self.host.__array_interface__, "version": 3}
+
+    def __len__(self):
+        return len(self.host)
+
+    def __getitem__(self, index):
+        return DeviceArray(self.host[index])
+
+    def view(self, dtype):
+        return DeviceArray(self.host.view(dtype))
+
+    def reshape(self, *shape):
+        return DeviceArray(self.host.reshape(*shape))
+
+    def swapaxes(self, first, second):
+        return DeviceArray(self.host.swapaxes(first, second))
+
+
+@functools.cache
+def ptx_directory():
+    """Where PTX is kept, cleared of what is old."""
+    for path in PTX_DIRECTORY.glob("*.ptx"):
+        with contextlib.suppress(FileNotFoundError):  # another process clears too
+            if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+                path.unlink()
+    return PTX_DIRECTORY
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What ran, and what it did."""
+
+    kernel: Kernel
+    grid: tuple
+    arguments: dict
+    result: ptxrun.Result
+
+
+class PtxDevice:
+    """See the module.
+
+    Parameters
+    ----------
+    cc : (int, int)
+        Compute capability that kernels are compiled for.
+    num_multiprocessors : int
+        As the backend is told: decides how work is cut.
+    **options
+        What `ptxrun.launch` takes.
+
+    Attributes
+    ----------
+    memory : ptxrun.Memory
+        The address space; it keeps every array it was given.
+    launches : list of Launch
+        Everything that ran, in order; empty it at will.
+    """
+
+    def __init__(self, cc=(9, 0), num_multiprocessors=4, **options):
+        self.compute_capability = cc
+        self.num_multiprocessors = num_multiprocessors
+        self.options = options
+        self.reset()
+
+    def reset(self):
+        """Forget all arrays and launches."""
+        self.memory = ptxrun.Memory()
+        self.launches = []
+        self._uploads = weakref.WeakKeyDictionary()
+
+    def on(self, **arrays):
+        """There is one device; what is given must live there."""
+        wrong = [name for name, array in arrays.items() if not isinstance(array, DeviceArray | None)]
+        assert not wrong, f"not on the device: {wrong}"
+        return nullcontext()
+
+    def view(self, array, name):
+        """A `DeviceArray` as it is."""
+        if place_of(array, name) == "cpu":
+            raise TypeError(f"host and device arrays are mixed: {name} is on the host")
+        return array
+
+    def array(self, values):
+        """A copy, its bytes written."""
+        copy = np.array(values)
+        self.memory.add(copy)
+        return DeviceArray(copy)
+
+    def to_host(self, array, name):
+        """A copy, as NumPy."""
+        return array.host.copy() if isinstance(array, DeviceArray) else host_array(array, name)
+
+    def empty(self, shape, dtype):
+        """An array whose bytes must be written before they are read."""
+        host = np.empty(shape, dtype)
+        host.view(f"u{host.itemsize}").fill(2 ** (8 * host.itemsize) - 1)  # NaN in the formats that have one
+        return self._new(host, False)
+
+    def zeros(self, shape, dtype):
+        """An array of zeros."""
+        return self._new(np.zeros(shape, dtype), True)
+
+    def _new(self, host, init):
+        self.memory.add(host, init=init)
+        return DeviceArray(host)
+
+    def address(self, array):
+        """An address of `memory`; 0 for None."""
+        return 0 if array is None else self.memory.add(array.host)
+
+    def upload(self, *arrays):
+        """Copies that kernels may only read, each for itself, so that none is read past its end."""
+        copies = [np.array(array, order="C") for array in arrays]
+        return Upload(tuple(self.memory.add(copy, readonly=True) for copy in copies), copies)
+
+    def tables(self, owner, *arrays):
+        """An upload once for an owner, who must always come with the same arrays."""
+        if owner not in self._uploads:
+            self._uploads[owner] = self.upload(*arrays)
+        upload = self._uploads[owner]
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, upload.memory, strict=True))
+        return upload.addresses
+
+    def prepare(self, kernel):
+        """Compile a kernel."""
+        self.ptx(kernel)
+
+    def ptx(self, kernel):
+        """The PTX of a kernel, kept on disk like the cubin for a GPU."""
+        path = ptx_directory() / f"{kernel_key(kernel, self.compute_capability)}.ptx"
+        return kept(path, lambda: compile_ptx(kernel, self.compute_capability).encode()).decode()
+
+    def launch(self, kernel, grid, arguments):
+        """Run a kernel, and fail if there was a hazard."""
+        grid = (*grid, 1, 1)[:3]
+        assert max(grid[1:]) <= 65535 and grid[0] < 2**31, grid
+        if 0 in grid:
+            return
+        result = ptxrun.launch(self.ptx(kernel), grid, kernel.num_threads, arguments, shared_bytes=kernel.shared_bytes,
+                               memory=self.memory, **self.options)
+        named = dict(zip(kernel.parameters, arguments, strict=True))
+        self.launches.append(Launch(kernel, grid, named, result))
+        result.assert_clean()
+
+
+@contextmanager
+def used_for_device_arrays(backend):
+    """Meanwhile `backend` is what ``load_backend("cuda")`` gives to the package's functions and caches."""
+    real = attention.load_backend
+
+    def load(name):
+        return backend if name == "cuda" else real(name)
+
+    with mock.patch.object(attention, "load_backend", load), mock.patch.object(kv_cache, "load_backend", load):
+        yield
