@@ -86,26 +86,23 @@ blocks_x = _special_register("nctaid.x")
 blocks_y = _special_register("nctaid.y")
 
 
-def _shuffle(mode):
-    """Exchange between the 32 lanes of a warp, all of which must take part; the type is kept."""
-
-    @intrinsic
-    def shuffle(typingctx, value, lane):
-        if value not in (f32, u32):
-            return None
-
-        def codegen(context, builder, sig, args):
-            letter = "f" if value == f32 else "r"
-            text = f"shfl.sync.{mode}.b32 $0, $1, $2, 31, 0xffffffff;"
-            return assembly(builder, args[0].type, args, text, f"={letter},{letter},r", side_effect=True)
-
-        return value(value, u32), codegen
-
-    return shuffle
+def exchange(builder, mode, value, lane):
+    """What another of the 32 lanes of a warp has, all of which must take part: "bfly" xor `lane`, or "idx" `lane`."""
+    letter = "f" if value.type == F32 else "r"
+    text = f"shfl.sync.{mode}.b32 $0, $1, $2, 31, 0xffffffff;"
+    return assembly(builder, value.type, [value, lane], text, f"={letter},{letter},r", side_effect=True)
 
 
-shuffle_xor = _shuffle("bfly")
-shuffle_from = _shuffle("idx")
+@intrinsic
+def shuffle_from(typingctx, value, lane):
+    """The uint32 that a lane of the warp has."""
+    return u32(u32, u32), lambda context, builder, sig, args: exchange(builder, "idx", *args)
+
+
+@intrinsic
+def shuffle_xor(typingctx, value, lane):
+    """The float32 that the lane with the number of this one xor `lane` has."""
+    return f32(f32, u32), lambda context, builder, sig, args: exchange(builder, "bfly", *args)
 
 
 def _statement(text):
@@ -148,22 +145,3 @@ def shared_address(typingctx, array):
 def literal(value):
     """The number behind a literal type, or None while Numba still tries the general type."""
     return value.literal_value if isinstance(value, types.Literal) else None
-
-
-@intrinsic
-def copy_async(typingctx, num_bytes, target, source, valid):
-    """Start copying `num_bytes` (4, 8, 16) from global to shared memory; bytes from `valid` on become 0, unread.
-
-    ``copy_async(num_bytes, target: uint32, source: uint64, valid: uint32)``; done after commit and wait.
-    """
-    size = literal(num_bytes)
-    if size is None:
-        return None
-    cache = "cg.shared.global.L2::128B" if size == 16 else "ca.shared.global"
-
-    def codegen(context, builder, sig, args):
-        text = f"cp.async.{cache} [$0], [$1], {size}, $2;"
-        assembly(builder, ir.VoidType(), args[1:], text, "r,l,r,~{memory}", side_effect=True)
-        return context.get_dummy_value()
-
-    return types.void(num_bytes, u32, u64, u32), codegen

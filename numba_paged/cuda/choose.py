@@ -1,0 +1,115 @@
+"""Which attention kernel a call gets, and why: the one place that knows all of them.
+
+============================  ========================================================================================
+`prefill`                     every format, head_dim, block size and alignment
+`decode`                      the same, one query token; the only one for a group of 1, where a product of 8 columns
+                              would have one of use
+`decode_mma`, `prefill_mma`   tensor cores, if `RULES` hold: `decode_mma` where all rows (query heads of a kv head, times
+                              query tokens) are columns of one or two products, `prefill_mma` for more rows
+============================  ========================================================================================
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import decode, prefill
+from .codecs import BFLOAT16, E4M3, E4M3_PORTABLE, E5M2, FLOAT16
+from .compile import Kernel
+from .decode_mma import DecodeMmaSpec, decode_mma_kernel
+from .prefill_mma import NUM_ROWS, PrefillMmaSpec, prefill_mma_kernel
+from .tensor import operand_code
+from .tensor_rows import needs_factors
+
+WIDE = 128
+"""Numbers of a head past which registers are short: of sums of 16 rows in decode, on old devices also in prefill."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``holds(spec, cc)`` says whether tensor cores can serve an `AttendSpec`; if not, `otherwise` is the reason."""
+
+    holds: Callable
+    otherwise: str
+
+
+RULES = (
+    Rule(lambda spec, cc: spec.kv_code in (FLOAT16, BFLOAT16, E4M3, E5M2, E4M3_PORTABLE),
+         "the pool's format is neither of 16 bits nor float8"),
+    Rule(lambda spec, cc: spec.kv_code != E4M3_PORTABLE,
+         "converting float8_e4m3fn in registers needs compute capability 8.9"),
+    Rule(lambda spec, cc: spec.query_code == operand_code(spec.kv_code) or needs_factors(spec),
+         "queries would be rounded to the format of the product"),
+    Rule(lambda spec, cc: spec.head_dim % 16 == 0, "head_dim is not a multiple of 16"),
+    Rule(lambda spec, cc: spec.block_size % 8 == 0, "block_size is not a multiple of 8"),
+    Rule(lambda spec, cc: spec.copy_bytes == 16, "the pool's rows, strides or addresses are not multiples of 16 bytes"),
+)
+"""What the tensor-core kernels need. Pools of float16 and float8 enter products as float16, those of bfloat16 as such."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, how many blocks it takes for each kv head of an item, and the reason it was chosen."""
+
+    kernel: Kernel
+    blocks_per_head: int
+    why: str
+
+
+def most_rows(head_dim):
+    """Query rows of an item that `decode_mma` serves with one reading of keys and values."""
+    return 16 if head_dim <= WIDE else 8
+
+
+def _prefill_parts(spec, cc):
+    """Among how many warps `prefill_mma` shares the numbers of a head; 0 if their sums would not fit the registers."""
+    if spec.head_dim <= WIDE or cc >= (9, 0):
+        return 1
+    return 2 if spec.head_dim % 32 == 0 else 0
+
+
+def _general(spec, num_queries, why):
+    if num_queries == 1:
+        return Choice(decode.decode_kernel(spec), decode.decode_shape(spec).num_tiles, why)
+    return Choice(prefill.prefill_kernel(spec), 1, why)
+
+
+@functools.cache
+def choose(spec, cc, num_queries):
+    """The kernel for items of up to `num_queries` query tokens.
+
+    Parameters
+    ----------
+    spec : AttendSpec
+        What is attended.
+    cc : (int, int)
+        Compute capability.
+    num_queries : int
+        The most query tokens of an item; 1 is decode.
+
+    Returns
+    -------
+    Choice
+
+    Examples
+    --------
+    >>> from numba_paged.cuda.warp import AttendSpec
+    >>> spec = AttendSpec(FLOAT16, FLOAT16, head_dim=128, group=4, block_size=16, copy_bytes=16)
+    >>> choose(spec, (9, 0), 1).kernel.name, choose(spec, (9, 0), 16).kernel.name
+    ('decode_mma', 'prefill_mma')
+    """
+    broken = next((rule for rule in RULES if not rule.holds(spec, cc)), None)
+    if broken:
+        return _general(spec, num_queries, f"plain cores: {broken.otherwise}")
+    rows, parts = spec.group * num_queries, _prefill_parts(spec, cc)
+    if rows == 1:
+        return _general(spec, num_queries, "plain cores: one query head reads a key, so that a product has one column")
+    if rows <= most_rows(spec.head_dim) or not parts and num_queries == 1:
+        num_tiles = 2 if 8 < rows <= most_rows(spec.head_dim) else 1
+        kernel = decode_mma_kernel(DecodeMmaSpec(spec, num_tiles))
+        return Choice(kernel, -(-rows // (8 * num_tiles)), f"tensor cores: {rows} query rows are columns of products")
+    if not parts:
+        return _general(spec, num_queries, "plain cores: before compute capability 9.0, the sums of a head_dim past "
+                                           f"{WIDE} that is no multiple of 32 do not fit the registers")
+    kernel = prefill_mma_kernel(PrefillMmaSpec(spec, parts))
+    return Choice(kernel, -(-rows // NUM_ROWS), f"tensor cores: {rows} query rows are rows of products")

@@ -1,0 +1,260 @@
+"""Attention of many query rows per kv head over the paged cache, on tensor cores."""
+
+import functools
+from dataclasses import dataclass
+
+from numba import cuda
+from numba.cuda import types
+
+from .. import score
+from .codecs import FLOAT16, FLOAT32, ITEMSIZE
+from .compile import Kernel
+from .intrinsics import (block_x, block_y, block_z, blocks_x, blocks_y, copies_commit, copies_wait_all,
+                         copies_wait_all_but_one, shared_address, shuffle_from, sync_block, thread_index)
+from .layout import WARP
+from .memory import load_i32, store_shared
+from .registers import count_up, each, fill, sum_over_lanes
+from .rows import OUTPUTS, make_finish, state_bytes
+from .tensor import (TILE, add_weights_by_values, any_lane, differ, fragment_place, kept, make_spread, multiply,
+                     operand_code, pack_rows, queries_by_keys)
+from .tensor_rows import (StateLayout, distance_of, headroom, make_fold, make_row_facts, make_stage_rows, store_rows,
+                          unless_outside)
+from .tensor_tiles import (CopyLayout, copy_layout, make_copy_rows, make_find_rows, make_lane_places, make_read_entries,
+                           row_pitch)
+from .warp import F32, I32, INPUTS, NEG_INF, U32, U64, ZERO, AttendSpec, tanh
+
+ROW_WARPS = 4
+NUM_ROWS = TILE * ROW_WARPS
+"""Query rows of a block: a warp has the 16 rows of a product."""
+
+PARAMETERS = {**INPUTS, **OUTPUTS}
+
+
+@dataclass(frozen=True)
+class PrefillMmaSpec:
+    """What a kernel is compiled for: attention, and among how many warps the numbers of a head are shared.
+
+    With 2 parts, two warps have the same rows; both score them, and each sums one half of the values. That takes half
+    the registers.
+    """
+
+    attend: AttendSpec
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class PrefillMmaShape:
+    """How a kernel is laid out: warps, tokens of a tile, bytes of shared memory."""
+
+    copy: CopyLayout
+    state: StateLayout
+    query_pitch: int
+    num_warps: int
+
+    @property
+    def num_threads(self):
+        """Threads of a block."""
+        return WARP * self.num_warps
+
+    @property
+    def tokens(self):
+        """Tokens of a tile of keys or of values."""
+        return ROW_WARPS * self.copy.tokens
+
+    @property
+    def tile(self):
+        """Bytes of a tile."""
+        return self.tokens * row_pitch(self.copy.row)
+
+    @property
+    def queries(self):
+        """Bytes of the staged queries; behind them are the rows' factors."""
+        return NUM_ROWS * self.query_pitch
+
+    @property
+    def shared_bytes(self):
+        """Dynamic shared memory: queries, factors and the ring; in the end the state takes their place."""
+        return max(self.queries + 4 * NUM_ROWS + 3 * self.tile, state_bytes(self.state, NUM_ROWS))
+
+
+@functools.cache
+def prefill_mma_shape(spec):
+    """The `PrefillMmaShape` of a `PrefillMmaSpec`: tiles of 64 tokens, of 32 for wide heads, for want of registers."""
+    head_dim = spec.attend.head_dim
+    copy = copy_layout(spec.attend, 16 if head_dim <= 128 else 8)
+    spare = 8 if ITEMSIZE[spec.attend.kv_code] == 2 else 16 * (1 - head_dim // 16 % 2)
+    return PrefillMmaShape(copy, StateLayout(head_dim + spare), row_pitch(2 * head_dim), ROW_WARPS * spec.parts)
+
+
+def make_prefill_mma(spec):
+    """The kernel for a `PrefillMmaSpec`.
+
+    Grid: x = kv head · tiles + tile of `NUM_ROWS` of the item's rows (a row is one query head of one token), (y, z) =
+    item. Block: `ROW_WARPS` warps for each part of the head. Parameters: `PARAMETERS`, strides in bytes::
+
+        stage the rows' queries in shared memory, in 16 bits; a warp has 16 of them
+        for each tile of keys that one of the rows sees, all warps together:
+            copy the next tile's keys, then its values, while this one is worked on
+            S = Q K^T; hidden scores -inf, in tiles that have any
+            top, total, P = one step of the online softmax, P in 16 bits
+            O = O * 2 ** (old top - top) + P V
+        write out and lse, or a partial of them
+
+    Invariant: a slot that none of the rows sees is never read, and keys and values are read once for all of them; tiles
+    that are hidden from all rows are skipped. The ring of the block has three tiles: two are on their way while one is
+    worked on. A warp copies the same rows of every tile; their block-table entries are read 32 at a time, a round ahead.
+
+    Source: FlashAttention-2, arXiv:2307.08691; over pages and with the heads of a group as rows, arXiv:2501.01005.
+    """
+    shape, parts, spec = prefill_mma_shape(spec), spec.parts, spec.attend
+    code, head_dim, group, operand = spec.kv_code, spec.head_dim, spec.group, operand_code(spec.kv_code)
+    part_dim, num_warps = head_dim // parts, shape.num_warps
+    copy, tokens, copy_tokens, tile_bytes = shape.copy, shape.tokens, shape.copy.tokens, shape.tile
+    pitch, query_pitch, row_bytes = row_pitch(copy.row), shape.query_pitch, 4 * shape.state.width
+    has_bias, entries, round_tiles = spec.has_bias, copy.entries, WARP // copy.entries
+    num_scores, num_sums = tokens // 2, part_dim // 2
+    factors_at, ring_at, tops_at = shape.queries, shape.queries + 4 * NUM_ROWS, NUM_ROWS * row_bytes
+    number_bytes, room, totals_after = 16 // ITEMSIZE[code], headroom(code), 4 * NUM_ROWS
+    part_bytes, part_sums = part_dim * ITEMSIZE[code], 4 * part_dim
+
+    owners = [0, 0, 1, 1] * (tokens // 8)  # the lane's rows of a score
+    over_rows, over_sums = make_spread(owners), make_spread([0, 0, 1, 1] * (num_sums // 4))
+    read_entries, find_rows = make_read_entries(spec, copy, tokens), make_find_rows(spec, copy)
+    copy_rows = make_copy_rows(copy)
+    lane_source, lane_target = make_lane_places(copy)
+    stage_rows = make_stage_rows(spec, NUM_ROWS, num_warps, query_pitch)
+    position_of, low_of, high_of, slope_of, inner_of = make_row_facts(spec)
+    score_of = cuda.jit(device=True)(score.make_score(spec.has_cap, has_bias, tanh))
+    fold = make_fold(spec, owners, 1, 4)
+    finish = make_finish(spec, shape.state, NUM_ROWS, group, 1, shape.num_threads)
+    place = cuda.jit(device=True)(fragment_place)
+
+    @cuda.jit(device=True)
+    def token_of(element, pos, lane):
+        return U32(pos + lane % U32(4) * U32(2) + element // U32(4) * U32(8) + element % U32(2))
+
+    @cuda.jit(device=True)
+    def keep_state(states, warp, lane, top, total, sums):
+        """A warp's rows into shared memory, as `finish` expects them."""
+        row, part = U32(warp % U32(ROW_WARPS) * U32(TILE) + lane // U32(4)), U32(warp // U32(ROW_WARPS))
+        address = U32(states + row * U32(row_bytes) + lane % U32(4) * U32(number_bytes) + part * U32(part_sums))
+        store_rows(code, part_dim, row_bytes, address, sums)
+        total = sum_over_lanes(1, 4, total)
+        if part == U32(0) and lane % U32(4) == U32(0):
+            at = U32(states + U32(tops_at) + row * U32(4))
+            store_shared(FLOAT32, False, at, (top[0] - room,))
+            store_shared(FLOAT32, False, U32(at + U32(32)), (top[1] - room,))
+            store_shared(FLOAT32, False, U32(at + U32(totals_after)), (total[0],))
+            store_shared(FLOAT32, False, U32(at + U32(totals_after + 32)), (total[1],))
+
+    def prefill_mma(items, num_items, tables, table_bytes, q, q_token, q_head, keys, key_block, key_token, key_head,
+                    values, value_block, value_token, value_head, inner, outer, window, slopes,
+                    out, out_token, out_head, lse, part_out, part_lse, num_q_heads, v_scale, sinks):
+        number = U32(block_z() * blocks_y() + block_y())
+        if number >= num_items:
+            return
+        item = items + U64(number) * U64(32)
+        seq, token, num_queries = U32(load_i32(item)), U32(load_i32(item + U64(4))), load_i32(item + U64(8))
+        start, stop = U32(load_i32(item + U64(12))), U32(load_i32(item + U64(16)))
+        part, part_step = load_i32(item + U64(20)), U32(load_i32(item + U64(24)))
+        position = load_i32(item + U64(28))
+        row_tiles = U32(blocks_x() * U32(group) // num_q_heads)
+        kv_head, first_row = U32(block_x() // row_tiles), U32(block_x() % row_tiles * U32(NUM_ROWS))
+        all_rows = U32(num_queries * I32(group))
+        if first_row >= all_rows:
+            return
+        num_valid = U32(min(U32(NUM_ROWS), U32(all_rows - first_row)))
+        head = U32(kv_head * U32(group))
+        thread = thread_index()
+        lane = U32(thread % U32(32))
+        warp = shuffle_from(U32(thread // U32(32)), U32(0))  # the same in all lanes, and known to be
+
+        shared = shared_address(cuda.shared.array(0, types.uint64))
+        factors, ring = U32(shared + U32(factors_at)), U32(shared + U32(ring_at))
+        stage_rows(shared, factors, q, q_token, q_head, token, head, first_row, num_valid, warp, lane)
+        sync_block()
+        row_warp, copies = U32(warp % U32(ROW_WARPS)), warp < U32(ROW_WARPS)
+        row = U32(first_row + row_warp * U32(TILE))
+        rows = U32(row + lane // U32(4)), U32(row + lane // U32(4) + U32(8))
+        positions = each(position_of, rows, position)
+        low, high = over_rows(each(low_of, positions, start, window)), over_rows(each(high_of, positions, stop))
+        slope = over_rows(each(slope_of, rows, slopes, head)) if has_bias else ZERO
+        factor = over_rows(each(inner_of, rows, first_row, factors, inner))
+        positions = over_rows(positions)
+        earliest, latest = position_of(row, position), position_of(U32(row + U32(TILE - 1)), position)
+        all_low, all_high = low_of(latest, start, window), high_of(earliest, stop)
+        first = low_of(position_of(first_row, position), start, window)
+        stop = high_of(position_of(U32(first_row + num_valid - U32(1)), position), stop)
+
+        table = tables + U64(seq) * U64(table_bytes)
+        key_source = lane_source(keys + U64(kv_head) * U64(key_head), key_token, lane)
+        value_source = lane_source(values + U64(kv_head) * U64(value_head), value_token, lane)
+        warp_row = U32(row_warp * U32(copy_tokens))
+        target = kept(lane_target(U32(ring + warp_row * U32(pitch)), lane))
+        query_row = U32(shared + row_warp * U32(TILE * query_pitch))
+        query_place = kept(U32(query_row + place(FLOAT16, False, U32(query_pitch), lane)))
+        key_place = kept(U32(ring + place(code, True, U32(pitch), lane)))
+        value_part = U32(ring + warp // U32(ROW_WARPS) * U32(part_bytes))
+        value_place = kept(U32(value_part + place(code, False, U32(pitch), lane)))
+        pos = U32(start + (first - start) // U32(tokens) * U32(tokens))
+        round_pos, slot = U32(pos + warp_row), U32(0)
+        blocks = read_entries(table, round_pos, lane, stop)
+        round_pos = U32(round_pos + U32(round_tiles * tokens))
+        next_blocks = read_entries(table, round_pos, lane, stop)
+        top, total, sums = fill(2, NEG_INF), fill(2, ZERO), fill(num_sums, ZERO)
+        keys_at, values_at, free_at = U32(0), U32(tile_bytes), U32(2 * tile_bytes)
+        where = find_rows(blocks, slot, U32(pos + warp_row), first, stop, lane)
+        if copies and pos < stop:
+            copy_rows(target, key_source, where, key_block, key_token, lane)
+        copies_commit()
+        if copies and pos < stop:
+            copy_rows(U32(target + values_at), value_source, where, value_block, value_token, lane)
+        copies_commit()
+        while pos < stop:
+            ahead = U32(pos + U32(tokens))
+            slot = U32(slot + U32(entries))
+            if slot == U32(32):
+                slot, blocks, round_pos = U32(0), next_blocks, U32(round_pos + U32(round_tiles * tokens))
+                next_blocks = read_entries(table, round_pos, lane, stop)
+            where = find_rows(blocks, slot, U32(ahead + warp_row), first, stop, lane)
+            copies_wait_all_but_one()
+            sync_block()  # this tile's keys are here, and the values of the tile before are no longer read
+            if copies and ahead < stop:
+                copy_rows(U32(target + free_at), key_source, where, key_block, key_token, lane)
+            copies_commit()
+            scores = queries_by_keys(code, head_dim, tokens, pitch, query_place, U32(key_place + keys_at))
+            if has_bias:
+                distances = each(distance_of, each(token_of, count_up(num_scores), pos, lane), positions)
+                scores = each(score_of, scores, factor, outer, slope, distances)
+            else:
+                scores = each(score_of, scores, factor, outer, ZERO, ZERO)
+            if pos < all_low or U32(pos + U32(tokens)) > all_high:
+                scores = each(unless_outside, scores, each(token_of, count_up(num_scores), pos, lane), low, high)
+            top_before = top
+            top, total, decay, weights = fold(top, total, scores)
+            weights = pack_rows(operand, weights)
+            copies_wait_all_but_one()
+            sync_block()  # this tile's values are here, its keys are no longer read
+            if copies and ahead < stop:
+                copy_rows(U32(target + keys_at), value_source, where, value_block, value_token, lane)
+            copies_commit()
+            if any_lane(differ(top_before, top)):
+                sums = multiply(sums, over_sums(decay))
+            sums = add_weights_by_values(sums, code, part_dim, pitch, weights, U32(value_place + values_at))
+            keys_at, values_at, free_at = free_at, keys_at, values_at
+            pos = ahead
+        copies_wait_all()
+        sync_block()  # nothing is read from here on: the state takes the place of queries and tiles
+        keep_state(shared, warp, lane, top, total, sums)
+        sync_block()
+        finish(shared, token, head, first_row, num_valid, part, part_step, thread, out, out_token, out_head, lse,
+               part_out, part_lse, num_q_heads, v_scale, sinks)
+
+    return prefill_mma
+
+
+@functools.cache
+def prefill_mma_kernel(spec):
+    """The `Kernel` of a `PrefillMmaSpec`."""
+    shape = prefill_mma_shape(spec)
+    return Kernel("prefill_mma", make_prefill_mma, spec, PARAMETERS, shape.num_threads, shape.shared_bytes)
