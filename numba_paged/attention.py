@@ -4,6 +4,8 @@ They check the arguments, pick the backend by where the arrays live, and hand it
 paper's PagedAttention (arXiv:2309.06180, section 4.1) with an online softmax.
 """
 
+from functools import partial
+
 import numpy as np
 
 from . import checks
@@ -301,9 +303,9 @@ def _attend_here(backend, q, keys, values, block_tables, lengths, query_starts, 
         checks.check_out(out, q)
     lse = backend.empty((num_tokens, num_q_heads), np.dtype(np.float32)) if return_lse else None
     tiling = backend.tiling(num_q_heads // keys.shape[2], int(np.diff(query_starts).max(initial=0)))
-    work = cut_work(query_starts, lengths, keys.shape[1], keys.shape[2], tiling, options.causal, options.window,
-                    options.split_size)
-    backend.attend(q, keys, values, Plan(query_starts, lengths, block_tables, work), options, out, lse)
+    cut = partial(cut_work, block_size=keys.shape[1], num_kv_heads=keys.shape[2], tiling=tiling, causal=options.causal,
+                  window=options.window, split_size=options.split_size)
+    backend.attend(q, keys, values, Plan(query_starts, lengths, block_tables, cut), options, out, lse)
     return out, lse
 
 

@@ -6,6 +6,8 @@ import importlib.util
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+
 from .plan import Plan, Tiling
 from .spec import AttentionOptions
 
@@ -43,6 +45,12 @@ class Backend(Protocol):
 
     def copy_blocks(self, keys, values, sources, targets) -> None:
         """Copy whole blocks of pools [num_layers, num_blocks, ...], all reads before all writes."""
+
+    def read_blocks(self, pool, blocks) -> np.ndarray:
+        """The bits of whole blocks of a pool [num_layers, num_blocks, ...], as integers (`Format.bits`) on the host."""
+
+    def write_blocks(self, pool, blocks, bits) -> None:
+        """Write what `read_blocks` gave into blocks of the pool."""
 
     def attend(self, q, keys, values, plan: Plan, options: AttentionOptions, out, lse) -> None:
         """Attend q over one layer of the pool as the plan says; fill out and, unless it is None, lse."""

@@ -1,47 +1,39 @@
 """PagedKVCache: joins the host's state (which sequence has which blocks) with a backend's pool of keys and values."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from . import checks
+from . import batches, checks, steps
 from .backend import load_backend
-from .blocks import BlockPool, SequenceTables, assign_blocks, count_blocks, drop_blocks, undo_blocks
-from .errors import CorruptState
+from .blocks import BlockPool
+from .errors import OutOfBlocks
+from .invariants import check_plans, check_prefixes, check_references
 from .plan import Plan, cut_work
+from .prefix_cache import PrefixCache, truncate_row
+from .sequences import SWAPPED, UNKNOWN, SequenceTables, fork_row, keep_blocks, reparent_rows
 from .sizing import kv_bytes_per_token, num_blocks_for
-from .spec import AttentionOptions, AttentionSpec
+from .spec import NO_WINDOW, AttentionOptions, AttentionSpec
+from .stats import CacheStats, collect
+from .swap import HostPool
+
+_NO_TOKENS = np.empty(0, np.int32)
+_ALL_ACCEPTED = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True)
-class CacheStats:
-    """How the pool is used, at one moment.
+class PrefixMatch(NamedTuple):
+    """How much of a prompt is in the cache already.
 
     Attributes
     ----------
-    num_blocks, num_free, num_used : int
-        Blocks in all, free, and in use.
-    num_shared : int
-        Blocks that more than one sequence holds.
-    num_sequences, num_tokens : int
-        Living sequences, and the tokens that they store, shared ones counted once per sequence.
-    num_wasted : int
-        Slots in the sequences' blocks that hold no token.
-    num_copied : int
-        Blocks copied on write since the cache was made.
-    block_bytes : int
-        Bytes that one block takes, keys and values of all layers.
+    num_tokens : int
+        Tokens that a sequence would not have to compute.
+    num_blocks : int
+        Available blocks that the sequence would take for the whole prompt: new ones, and cached ones that it shares.
     """
 
-    num_blocks: int
-    num_free: int
-    num_used: int
-    num_shared: int
-    num_sequences: int
     num_tokens: int
-    num_wasted: int
-    num_copied: int
-    block_bytes: int
+    num_blocks: int
 
 
 class PagedKVCache:
@@ -63,6 +55,8 @@ class PagedKVCache:
         How many sequences may live at the same time.
     max_length : int, optional
         The longest a sequence may grow, in tokens; the pool's size if not given.
+    num_host_blocks : int
+        Blocks of the host's memory that `swap_out` may fill.
 
     Raises
     ------
@@ -92,24 +86,31 @@ class PagedKVCache:
     """
 
     def __init__(self, spec, num_layers, num_blocks, backend="auto", prefix_caching=True, max_sequences=1024,
-                 max_length=None):
+                 max_length=None, num_host_blocks=0):
         if not isinstance(spec, AttentionSpec):
             raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
         if int(num_layers) != num_layers or num_layers < 1:
             raise ValueError(f"num_layers must be a whole number >= 1, got {num_layers!r}")
+        if int(num_host_blocks) != num_host_blocks or num_host_blocks < 0:
+            raise ValueError(f"num_host_blocks must be a whole number >= 0, got {num_host_blocks!r}")
         self.spec = spec
         self.num_layers = int(num_layers)
         self._pool = BlockPool(num_blocks)
-        self._tables = SequenceTables(max_sequences, spec.block_size)
+        self._sequences = SequenceTables(max_sequences, spec.block_size)
         capacity = self._pool.num_blocks * spec.block_size
         self.max_length = capacity if max_length is None else int(max_length)
         if self.max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length!r}")
+        self._prefixes = PrefixCache(self._pool, spec.block_size, bool(prefix_caching))
+        self._window = NO_WINDOW if spec.window is None else spec.window
         self._backend = load_backend(backend) if isinstance(backend, str) else backend
         self._keys, self._values = (self._new_pool() for _ in range(2))
-        self._planned = np.zeros(max_sequences, np.int32)
-        self._open_plans = {}
-        self._num_copied = 0
+        self._host = None
+        if num_host_blocks:
+            self._host = HostPool(num_host_blocks, self._keys, self._values, spec.kv_format.bits, self._backend,
+                                  self._prefixes, self._sequences)
+        self._copied = np.empty(self._sequences.max_sequences + 1, bool)  # which of a batch copy their last block
+        self._open_plans = {}  # each plan, and the rows that are freed when it is closed
 
     def _new_pool(self):
         """[num_layers, num_blocks, block_size, num_kv_heads, head_dim]; a head's slots of a block lie together."""
@@ -125,9 +126,10 @@ class PagedKVCache:
         Parameters
         ----------
         tokens : sequence of int, optional
-            The token ids of its prompt: blocks that hold a cached prefix of them are shared.
+            The token ids of its prompt: blocks that hold the beginning of it are shared, but never all of it, since the
+            last token must be computed. Pass the ids to `commit` too, when they have been.
         salt : hashable, optional
-            The namespace of prefixes to look in (a tenant, an adapter).
+            The namespace of its prefixes (a tenant, an adapter): only sequences with an equal salt share blocks.
 
         Returns
         -------
@@ -136,11 +138,94 @@ class PagedKVCache:
 
         Raises
         ------
+        ValueError
+            If there are more tokens than `max_length`, or a salt without prefix caching.
+        TypeError
+            If the ids are not integers, or the salt is not hashable.
         OutOfBlocks
             If `max_sequences` are alive.
+
+        Notes
+        -----
+        Without prefix caching no token is ever found: the sequence begins empty.
+
+        Examples
+        --------
+        >>> import numpy as np, numba_paged as npg
+        >>> spec = npg.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, block_size=4)
+        >>> cache = npg.PagedKVCache(spec, num_layers=1, num_blocks=8, backend="cpu")
+        >>> prompt = np.arange(10)
+        >>> seq = cache.add(prompt)
+        >>> cache.commit(cache.plan([seq], num_new=10), prompt)
+        >>> cache.length(cache.add(prompt))
+        8
         """
-        row = self._tables.open()
-        return int(self._tables.handles[row])
+        return self._add(tokens, salt, resumed=False)
+
+    def resume(self, tokens, salt=None):
+        """Begin a sequence again that was freed to make room: `add`, but `stats` counts its prompt apart.
+
+        Parameters
+        ----------
+        tokens, salt
+            As in `add`.
+
+        Returns
+        -------
+        int
+            The handle of a new sequence.
+
+        Raises
+        ------
+        ValueError, TypeError, OutOfBlocks
+            As `add`.
+        """
+        return self._add(tokens, salt, resumed=True)
+
+    def _add(self, tokens, salt, resumed):
+        tokens = _NO_TOKENS if tokens is None else batches.token_ids(tokens, "tokens")
+        if tokens.size > self.max_length:
+            raise ValueError(f"tokens has {tokens.size} ids, max_length is {self.max_length}")
+        sequences, prefixes = self._sequences, self._prefixes
+        if not prefixes.enabled:
+            self._refuse_salt(salt)
+        sequences.require_row()
+        root = prefixes.root(salt, sequences) if prefixes.enabled else 0
+        row = sequences.open(0 if prefixes.enabled else UNKNOWN, root)
+        if prefixes.enabled and tokens.size:
+            sequences.reserve_width(num_blocks_for(tokens.size, self.spec.block_size))
+            prefixes.admit(sequences, row, root, tokens, self._window, resumed)
+        return int(sequences.handles[row])
+
+    def match(self, tokens, salt=None):
+        """How much of a prompt is in the cache, and how many blocks it would take; nothing is changed.
+
+        Parameters
+        ----------
+        tokens, salt
+            As in `add`.
+
+        Returns
+        -------
+        PrefixMatch
+            Compare `num_blocks` with `num_available` to know whether the whole prompt fits.
+
+        Raises
+        ------
+        ValueError
+            If a salt is given without prefix caching.
+        TypeError
+            If the ids are not integers, or the salt is not hashable.
+        """
+        tokens = batches.token_ids(tokens, "tokens")
+        if not self._prefixes.enabled:
+            self._refuse_salt(salt)
+            return PrefixMatch(0, num_blocks_for(tokens.size, self.spec.block_size))
+        return PrefixMatch(*self._prefixes.match(salt, tokens, self._window))
+
+    def _refuse_salt(self, salt):
+        if salt is not None:
+            raise ValueError(f"salt {salt!r} is a namespace of prefixes, and prefix_caching is off")
 
     def fork(self, seq):
         """Begin a sequence that has all tokens of another: its blocks are shared, none is allocated or copied.
@@ -160,19 +245,51 @@ class PagedKVCache:
         UnknownSequence
             If the handle names no living sequence.
         ValueError
-            If the parent is in an open plan.
+            If the parent is in an open plan or swapped out.
         OutOfBlocks
             If `max_sequences` are alive.
         """
-        parent = self._settled_row(seq, "fork")
-        row = self._tables.open()
-        tables, count = self._tables, self._tables.num_blocks[parent]
-        blocks = tables.blocks(parent)
-        self._pool.refs[blocks] += 1
-        tables.table[row, :count] = blocks
-        tables.num_blocks[row] = count
-        tables.lengths[row] = tables.lengths[parent]
-        return int(tables.handles[row])
+        parent, sequences = self._settled_row(seq, "fork"), self._sequences
+        child = sequences.open(UNKNOWN, 0)
+        fork_row(self._pool.blocks, *sequences.arrays, parent, child)
+        return int(sequences.handles[child])
+
+    def reparent(self, seqs, parents):
+        """Make each sequence a copy of another, all at once: the surviving beams of a beam search.
+
+        Parameters
+        ----------
+        seqs : sequence of int
+            Handles, none twice.
+        parents : sequence of int, as many
+            For each the handle of the sequence that it continues; often several the same one, and often its own.
+
+        Raises
+        ------
+        UnknownSequence
+            If a handle names no living sequence.
+        ValueError
+            If a sequence is named twice in `seqs`, or one is in an open plan or swapped out, or the numbers differ.
+
+        Examples
+        --------
+        >>> import numpy as np, numba_paged as npg
+        >>> spec = npg.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, block_size=4)
+        >>> cache = npg.PagedKVCache(spec, num_layers=1, num_blocks=8, backend="cpu")
+        >>> beams = [cache.add() for _ in range(3)]
+        >>> cache.commit(cache.plan(beams, num_new=[1, 2, 3]))
+        >>> cache.reparent(beams, np.array(beams)[[2, 2, 0]])
+        >>> [cache.length(beam) for beam in beams]
+        [3, 3, 1]
+        """
+        seqs, parents = batches.handles(seqs, "seqs"), batches.handles(parents, "parents")
+        if seqs.size != parents.size:
+            raise ValueError(f"parents must name one sequence for each of {seqs.size}, got {parents.size}")
+        rows = [np.array([self._settled_row(seq, "reparent") for seq in names.tolist()], np.int64)
+                for names in (seqs, parents)]
+        batches.no_twins(seqs, "seqs")
+        pool = self._pool
+        reparent_rows(pool.blocks, pool.stack, pool.counts, *self._sequences.arrays, *rows)
 
     def truncate(self, seq, length):
         """Forget a sequence's last tokens; blocks that it no longer needs are released.
@@ -189,36 +306,100 @@ class PagedKVCache:
         UnknownSequence
             If the handle names no living sequence.
         ValueError
-            If the sequence is in an open plan, or is not that long.
+            If the sequence is in an open plan or swapped out, or is not that long, or tokens that a query at that
+            length sees slid out of the window.
         """
         row = self._settled_row(seq, "truncate")
-        tables = self._tables
-        if int(length) != length or not 0 <= length <= tables.lengths[row]:
-            raise ValueError(f"length must be from 0 to {tables.lengths[row]} for sequence {seq}, got {length!r}")
-        kept = num_blocks_for(int(length), self.spec.block_size)
-        dropped = tables.table[row, kept : tables.num_blocks[row]]
-        drop_blocks(self._pool.free, self._pool.top, self._pool.refs, dropped)
-        dropped[:] = -1
-        tables.num_blocks[row], tables.lengths[row] = kept, length
+        longest = int(self._sequences.lengths[row])
+        if int(length) != length or not 0 <= length <= longest:
+            raise ValueError(f"length must be from 0 to {longest} for sequence {seq}, got {length!r}")
+        if not truncate_row(*self._pool.arrays, self._prefixes.ids_of, *self._sequences.arrays, row, int(length),
+                            self._window):
+            first = int(self._sequences.starts[row]) * self.spec.block_size
+            raise ValueError(f"length {length!r} of sequence {seq} needs tokens that slid out of the window of "
+                             f"{self._window}: position {first} is the first that is left")
 
-    def free(self, seq):
-        """End a sequence; blocks that no other holds are free again.
+    def free(self, seq, after=None):
+        """End a sequence; blocks that no other holds are free again, or cached if they are published.
 
         Parameters
         ----------
         seq : int
-            The handle; it is never given out again.
+            The handle; it names no sequence from now on, and is never given out again.
+        after : Plan, optional
+            An open plan that may be running: the blocks are given back when it is committed or rolled back.
 
         Raises
         ------
         UnknownSequence
             If the handle names no living sequence (a second free, for example).
         ValueError
-            If the sequence is in an open plan.
+            If the sequence is in an open plan other than `after`, or `after` is not open.
         """
-        row = self._settled_row(seq, "free")
-        drop_blocks(self._pool.free, self._pool.top, self._pool.refs, self._tables.blocks(row))
-        self._tables.close(row)
+        row = self._sequences.row_of(seq)
+        if after is not None:
+            self._require_open(after)
+        if self._sequences.planned[row] and (after is None or seq not in after.seqs):
+            raise ValueError(f"cannot free sequence {seq}: it is in an open plan; commit or roll it back first, or "
+                             f"pass it as `after`")
+        swapped = self._sequences.states[row] == SWAPPED
+        self._sequences.retire(row)
+        if swapped:
+            self._host.drop(row)
+            self._sequences.close(row)
+        elif after is not None:
+            self._open_plans[after].append(row)
+        else:
+            self._close_row(row)
+
+    def _close_row(self, row):
+        pool, sequences = self._pool, self._sequences
+        keep_blocks(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, row, 0)
+        sequences.close(row)
+
+    def swap_out(self, seq):
+        """Move a sequence's blocks to the host pool, to make room; a block that others share is moved once.
+
+        Parameters
+        ----------
+        seq : int
+            The handle.
+
+        Raises
+        ------
+        UnknownSequence
+            If the handle names no living sequence.
+        ValueError
+            If the sequence is in an open plan, or swapped out already.
+        OutOfBlocks
+            If the host pool has too few free blocks, or there is none; nothing was changed.
+        """
+        row = self._settled_row(seq, "swap out")
+        if self._host is None:
+            raise OutOfBlocks("there is no host pool to swap to: num_host_blocks is 0")
+        self._host.move_out(row)
+
+    def swap_in(self, seq):
+        """Move a sequence's blocks back; those that are in the pool still, or again, are shared.
+
+        Parameters
+        ----------
+        seq : int
+            The handle.
+
+        Raises
+        ------
+        UnknownSequence
+            If the handle names no living sequence.
+        ValueError
+            If the sequence is not swapped out.
+        OutOfBlocks
+            If too few blocks are available; nothing was changed.
+        """
+        row = self._sequences.row_of(seq)
+        if self._sequences.states[row] != SWAPPED:
+            raise ValueError(f"sequence {seq} is not swapped out")
+        self._host.move_in(row)
 
     def length(self, seq):
         """How many tokens of a sequence are in the cache.
@@ -238,7 +419,7 @@ class PagedKVCache:
         UnknownSequence
             If the handle names no living sequence.
         """
-        return int(self._tables.lengths[self._row(seq)])
+        return int(self._sequences.lengths[self._sequences.row_of(seq)])
 
     def blocks(self, seq):
         """The blocks of a sequence, in the order of positions.
@@ -251,19 +432,53 @@ class PagedKVCache:
         Returns
         -------
         numpy.ndarray of int32
-            A copy.
+            A copy; -1 where a block slid out of the window.
 
         Raises
         ------
         UnknownSequence
             If the handle names no living sequence.
+        ValueError
+            If the sequence is swapped out.
         """
-        return self._tables.blocks(self._row(seq)).copy()
+        row = self._sequences.row_of(seq)
+        if self._sequences.states[row] == SWAPPED:
+            raise ValueError(f"sequence {seq} is swapped out: it has no blocks in the pool")
+        return self._sequences.blocks(row).copy()
+
+    def clear_prefixes(self):
+        """Forget all prefixes, after the model's weights changed for example: nothing computed so far is shared again.
+
+        Blocks that living sequences compute on top of earlier ones are not published either.
+        """
+        self._prefixes.clear(self._sequences)
 
     # ---------------------------------------------------------------- a step
 
-    def plan(self, seqs, num_new=1):
-        """Decide one step: take the blocks that the new tokens need, and copy shared ones that will be written.
+    @property
+    def num_available(self):
+        """Blocks that can be taken now: the free ones, and the cached ones, which are evicted for it."""
+        return self._pool.num_available
+
+    def blocks_needed(self, seqs, num_new=1, num_lookahead=0):
+        """How many blocks `plan` would take, copies on write included: it succeeds if they are available.
+
+        Parameters
+        ----------
+        seqs, num_new, num_lookahead
+            As in `plan`, and refused as there.
+
+        Returns
+        -------
+        int
+            Blocks; compare with `num_available`.
+        """
+        survey = self._survey(*self._batch(seqs, num_new, num_lookahead))
+        fits = survey.num_blocks <= self.num_available
+        return survey.num_blocks if fits else survey.num_blocks - survey.num_own
+
+    def plan(self, seqs, num_new=1, num_lookahead=0):
+        """Decide one step: take the blocks that the new tokens need, and copy those that must not be written.
 
         Parameters
         ----------
@@ -271,6 +486,8 @@ class PagedKVCache:
             Handles, none twice and none in another open plan.
         num_new : int or sequence of int
             New tokens of each (or of every) sequence, at least 1.
+        num_lookahead : int
+            Positions after the new tokens that get slots too, up to `max_length`, until the plan is closed: for drafts.
 
         Returns
         -------
@@ -281,81 +498,58 @@ class PagedKVCache:
         UnknownSequence
             If a handle names no living sequence.
         ValueError
-            If a sequence is named twice or is in an open plan, or a count or a length is out of its range.
+            If a sequence is named twice, is swapped out or in an open plan, or a count or a length is out of its range.
         OutOfBlocks
-            If the pool has too few free blocks. In every case nothing was changed.
+            If too few blocks are available. In every case nothing was changed.
+
+        Notes
+        -----
+        A block is copied before it is written if others hold it, or if it is published (the sequence was truncated into
+        it). When the blocks do not suffice for that, a published block that only its sequence holds is written in
+        place, and with it all cached blocks are evicted.
         """
-        seqs, rows, num_new = self._check_batch(seqs, num_new)
-        tables, pool, block_size = self._tables, self._pool, self.spec.block_size
-        needed, num_copied, copied = self._count_blocks(rows, num_new)
-        pool.require(needed)
-        num_tokens = int(num_new.sum())
-        copies, positions = np.empty((num_copied, 2), np.int32), np.empty(num_tokens, np.int32)
-        slots, query_starts = np.empty(num_tokens, np.int64), np.empty(rows.size + 1, np.int32)
-        lengths = tables.lengths[rows] + num_new
-        tables.reserve_width(num_blocks_for(int(lengths.max(initial=0)), block_size))
-        assign_blocks(rows, num_new, tables.lengths, tables.num_blocks, tables.table, pool.refs, block_size, copied,
-                      pool.free, pool.top, copies, positions, slots, query_starts)
-        if num_copied:
-            self._backend.copy_blocks(self._keys, self._values, copies[:, 0], copies[:, 1])
-            self._num_copied += num_copied
-        block_tables = tables.table[rows, : tables.num_blocks[rows].max(initial=0)]
-        tiling = self._backend.tiling(self.spec.group, int(num_new.max(initial=0)))
-        work = cut_work(query_starts, lengths, block_size, self.spec.num_kv_heads, tiling, True, self.spec.window)
-        plan = Plan(query_starts, lengths, block_tables, work, seqs, positions, slots, copies)
-        self._planned[rows] = num_new
-        self._open_plans[plan] = rows
+        batch = self._batch(seqs, num_new, num_lookahead)
+        survey = self._survey(*batch)
+        if survey.num_blocks - survey.num_own > self.num_available:
+            raise OutOfBlocks(f"{survey.num_blocks - survey.num_own} blocks wanted, {self.num_available} of "
+                              f"{self._pool.num_blocks} are available")
+        seqs = batch[0]
+        query_starts, lengths, block_tables, positions, slots, copies, lookahead_slots = steps.take_batch(
+            self._pool, self._sequences, self._prefixes.index, *batch, self.max_length, self._copied, survey)
+        if copies.size:
+            self._copy_blocks(seqs, copies)
+        plan = Plan(query_starts, lengths, block_tables, self._cut_work, seqs, positions, slots, copies,
+                    lookahead_slots)
+        self._open_plans[plan] = []
         return plan
 
-    def _count_blocks(self, rows, num_new):
-        copied = np.empty(rows.size, bool)
-        tables = self._tables
-        return *count_blocks(rows, num_new, tables.lengths, tables.num_blocks, tables.table, self._pool.refs,
-                             self.spec.block_size, copied), copied
+    def _survey(self, *batch):
+        return steps.survey_batch(self._pool, self._sequences, *batch, self.max_length, self._copied)
 
-    def blocks_needed(self, seqs, num_new=1):
-        """How many blocks `plan` would take, copies on write included; compare with `num_available`.
+    def _copy_blocks(self, seqs, copies):
+        """Copy on write; if that fails, the plan is undone."""
+        try:
+            self._backend.copy_blocks(self._keys, self._values, copies[:, 0], copies[:, 1])
+        except BaseException:
+            self._undo(seqs, copies)
+            raise
 
-        Parameters
-        ----------
-        seqs, num_new
-            As in `plan`, and refused as there.
+    def _undo(self, seqs, copies):
+        pool, sequences = self._pool, self._sequences
+        steps.undo(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, seqs, copies,
+                   self.spec.block_size)
 
-        Returns
-        -------
-        int
-            Blocks.
-        """
-        _, rows, num_new = self._check_batch(seqs, num_new)
-        return int(self._count_blocks(rows, num_new)[0])
+    def _cut_work(self, query_starts, lengths):
+        longest = int(np.diff(query_starts).max(initial=0))
+        spec, tiling = self.spec, self._backend.tiling(self.spec.group, longest)
+        return cut_work(query_starts, lengths, spec.block_size, spec.num_kv_heads, tiling, True, spec.window)
 
-    @property
-    def num_available(self):
-        """Blocks that `plan` can take now."""
-        return self._pool.num_free
-
-    def _check_batch(self, seqs, num_new):
-        """Handles, rows and counts of a plan, refused before anything changes."""
-        seqs = np.array(seqs, np.int64, ndmin=1)
-        rows = self._tables.rows_of(seqs)
-        num_new = np.asarray(num_new)
-        if num_new.dtype.kind not in "iu" or num_new.ndim > 1 or (num_new.ndim and num_new.size != seqs.size):
-            raise ValueError(f"num_new must be one whole number, or one for each of {seqs.size} sequences")
-        if num_new.size and num_new.min() < 1:
-            raise ValueError(f"num_new must be at least 1, got {num_new.min()}")
-        num_new = np.broadcast_to(num_new.astype(np.int64), seqs.shape)
-        if np.unique(rows).size < rows.size:
-            twice = seqs[np.flatnonzero(np.bincount(rows)[rows] > 1)[0]]
-            raise ValueError(f"seqs names sequence {twice} twice")
-        busy = np.flatnonzero(self._planned[rows])
-        if busy.size:
-            raise ValueError(f"sequence {seqs[busy[0]]} is in an open plan; commit or roll it back first")
-        too_long = np.flatnonzero(self._tables.lengths[rows] + num_new > self.max_length)
-        if too_long.size:
-            row = too_long[0]
-            raise ValueError(f"sequence {seqs[row]} would have {self._tables.lengths[rows[row]] + num_new[row]} tokens, "
-                             f"max_length is {self.max_length}")
-        return seqs, rows, num_new.astype(np.int32)
+    def _batch(self, seqs, num_new, num_lookahead):
+        """What the caller gave, as the arrays that a step takes."""
+        seqs = batches.handles(seqs, "seqs")
+        if int(num_lookahead) != num_lookahead or num_lookahead < 0:
+            raise ValueError(f"num_lookahead must be a whole number >= 0, got {num_lookahead!r}")
+        return seqs, batches.new_counts(num_new, seqs.size), int(num_lookahead)
 
     def attend(self, layer, q, k, v, plan, *, alibi_slopes=None, sinks=None, k_scale=1.0, v_scale=1.0, out=None,
                return_lse=False):
@@ -407,8 +601,8 @@ class PagedKVCache:
         backend.attend(q, keys, values, plan, options, out, lse)
         return (out, lse) if return_lse else out
 
-    def commit(self, plan, tokens=None):
-        """Make a plan's tokens part of their sequences.
+    def commit(self, plan, tokens=None, accepted=None):
+        """Make a plan's tokens part of their sequences, and publish the blocks that are full.
 
         Parameters
         ----------
@@ -417,21 +611,26 @@ class PagedKVCache:
         tokens : sequence of int, optional
             The ids of the plan's new positions, in plan order; without them those positions are never found by their
             prefix.
+        accepted : sequence of int, [num_seqs], optional
+            How many of each sequence's new tokens stay, the first ones; the others are dropped, as drafts that were
+            rejected. All of them if not given.
 
         Raises
         ------
         ValueError
-            If the plan is not open, or there are more or fewer tokens than it has.
+            If the plan is not open, or there are more or fewer tokens than it has, or a count is out of its range.
+        TypeError
+            If the ids or counts are not integers.
         """
         self._require_open(plan)
-        if tokens is not None and len(tokens) != plan.num_tokens:
-            raise ValueError(f"tokens must have {plan.num_tokens} ids, one for each new position, got {len(tokens)}")
-        rows = self._close_plan(plan)
-        self._tables.lengths[rows] = plan.lengths
-        drop_blocks(self._pool.free, self._pool.top, self._pool.refs, plan.copies[:, 0])
+        tokens = _NO_TOKENS if tokens is None else batches.token_ids(tokens, "tokens", plan.num_tokens)
+        accepted = _ALL_ACCEPTED if accepted is None else batches.accepted_counts(accepted, plan.query_starts)
+        steps.commit(*self._pool.arrays, *self._prefixes.arrays, *self._sequences.arrays, plan.seqs,
+                     plan.query_starts, tokens, accepted, plan.copies, self._window)
+        self._close_plan(plan)
 
     def rollback(self, plan):
-        """Give a plan's blocks back: the state is as before `plan`.
+        """Give a plan's blocks back: the state is as before `plan`, but for cached blocks that it evicted.
 
         Parameters
         ----------
@@ -444,10 +643,12 @@ class PagedKVCache:
             If the plan is not open.
         """
         self._require_open(plan)
-        rows = self._close_plan(plan)
-        tables, pool = self._tables, self._pool
-        undo_blocks(rows, tables.lengths, tables.num_blocks, tables.table, pool.refs, self.spec.block_size, pool.free,
-                    pool.top, plan.copies)
+        self._undo(plan.seqs, plan.copies)
+        self._close_plan(plan)
+
+    def _close_plan(self, plan):
+        for row in self._open_plans.pop(plan):
+            self._close_row(row)
 
     # ---------------------------------------------------------------- views, statistics, proofs
 
@@ -492,26 +693,16 @@ class PagedKVCache:
         return self._values[self._layer(layer)]
 
     def stats(self):
-        """How the pool is used now.
+        """How the cache is used now.
 
         Returns
         -------
         CacheStats
+            Made by looking at every block: not for each step (`num_available` is).
         """
-        tables, pool, spec = self._tables, self._pool, self.spec
+        spec = self.spec
         per_token = kv_bytes_per_token(self.num_layers, spec.num_kv_heads, spec.head_dim, spec.kv_dtype)
-        num_tokens = int(tables.lengths.sum())
-        return CacheStats(
-            num_blocks=pool.num_blocks,
-            num_free=pool.num_free,
-            num_used=pool.num_blocks - pool.num_free,
-            num_shared=int((pool.refs > 1).sum()),
-            num_sequences=int(tables.alive.sum()),
-            num_tokens=num_tokens,
-            num_wasted=int(tables.num_blocks.sum()) * spec.block_size - num_tokens,
-            num_copied=self._num_copied,
-            block_bytes=per_token * spec.block_size,
-        )
+        return collect(self._pool, self._sequences, self._prefixes, self._host, per_token)
 
     def check(self):
         """Prove every invariant of the host's state.
@@ -522,30 +713,20 @@ class PagedKVCache:
             If one does not hold; the message names it.
         """
         self._pool.check()
-        self._tables.check(self._planned)
-        used = np.arange(self._tables.table.shape[1]) < self._tables.num_blocks[:, None]
-        holds = [self._tables.table[used], *(plan.copies[:, 0] for plan in self._open_plans)]
-        counted = np.bincount(np.concatenate(holds), minlength=self._pool.num_blocks)
-        wrong = np.flatnonzero(counted != self._pool.refs)
-        if wrong.size:
-            block = wrong[0]
-            raise CorruptState(f"block {block} has {self._pool.refs[block]} references, tables and open plans hold "
-                               f"{counted[block]}")
-        planned = np.zeros_like(self._planned)
-        for plan, rows in self._open_plans.items():
-            planned[rows] += np.diff(plan.query_starts)
-        if (planned != self._planned).any():
-            raise CorruptState("the rows marked as planned are not those of the open plans")
+        self._sequences.check(self._window)
+        check_references(self._pool, self._sequences, self._open_plans, self._host and self._host.blocks)
+        check_plans(self._sequences, self._open_plans)
+        if self._prefixes.enabled:
+            check_prefixes(self._prefixes, self._sequences, sliding=self.spec.window is not None)
 
     # ---------------------------------------------------------------- what is refused
 
-    def _row(self, seq):
-        return int(self._tables.rows_of(np.array([seq], np.int64))[0])
-
     def _settled_row(self, seq, verb):
-        row = self._row(seq)
-        if self._planned[row]:
+        row = self._sequences.row_of(seq)
+        if self._sequences.planned[row]:
             raise ValueError(f"cannot {verb} sequence {seq}: it is in an open plan; commit or roll it back first")
+        if self._sequences.states[row] == SWAPPED:
+            raise ValueError(f"cannot {verb} sequence {seq}: it is swapped out; swap it in first")
         return row
 
     def _layer(self, layer):
@@ -556,8 +737,3 @@ class PagedKVCache:
     def _require_open(self, plan):
         if plan not in self._open_plans:
             raise ValueError("plan is not open in this cache: it was committed or rolled back, or made by another")
-
-    def _close_plan(self, plan):
-        rows = self._open_plans.pop(plan)
-        self._planned[rows] = 0
-        return rows

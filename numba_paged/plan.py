@@ -3,7 +3,9 @@
 The host decides, a plan carries, a kernel obeys: a backend sees the spec, the pool, q, k, v, the output and a plan.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numba import njit
@@ -72,13 +74,14 @@ class Plan:
     Attributes
     ----------
     query_starts : int32 [num_seqs + 1]
-        The query tokens of sequence i are ``query_starts[i]`` up to ``query_starts[i + 1]``; they are its last positions.
+        The query tokens of sequence i are ``query_starts[i]`` up to ``query_starts[i + 1]``; they are its last
+        positions.
     lengths : int32 [num_seqs]
         Tokens in the cache, the query tokens included.
     block_tables : int32 [num_seqs, max_blocks]
         Position to block; entries past the length are never read.
-    work : Work
-        The attention, cut into items.
+    cut : callable
+        Makes the `work` from query_starts and lengths.
     seqs : int64 [num_seqs]
         The handles of the sequences; empty for a plan made from arrays.
     positions : int32 [num_tokens]
@@ -87,16 +90,25 @@ class Plan:
         Where each new token's key and value are written; -1 writes nothing.
     copies : int32 [num_copies, 2]
         The copy-on-write pairs (source block, target block) that were copied when the plan was made.
+    lookahead_slots : int64 [num_seqs, num_lookahead]
+        Where the positions after the new tokens may be written while the plan is open; -1 past the longest length.
     """
 
     query_starts: np.ndarray
     lengths: np.ndarray
     block_tables: np.ndarray
-    work: Work
+    cut: Callable[[np.ndarray, np.ndarray], Work]
     seqs: np.ndarray = _nothing(np.int64, 0)
     positions: np.ndarray = _nothing(np.int32, 0)
     slots: np.ndarray = _nothing(np.int64, 0)
     copies: np.ndarray = _nothing(np.int32, 0, 2)
+    lookahead_slots: np.ndarray = _nothing(np.int64, 0, 0)
+
+    @cached_property
+    def work(self):
+        """The attention, cut into items (`Work`) when it is first asked for: a step that attends nothing pays
+        nothing."""
+        return self.cut(self.query_starts, self.lengths)
 
     @property
     def num_tokens(self):

@@ -1,4 +1,5 @@
-"""A backend of NumPy arrays that stores and moves keys and values but attends nothing: for tests of the host's state."""
+"""A backend of NumPy arrays that stores and moves keys and values but attends nothing: for tests of the host's
+state."""
 
 import numpy as np
 
@@ -6,7 +7,7 @@ from numba_paged.plan import Tiling
 
 
 class ArrayBackend:
-    """The verbs of `backend.Backend` that a manager needs."""
+    """The verbs of `backend.Backend` that a manager needs, for float32."""
 
     name = "array"
 
@@ -31,10 +32,10 @@ class ArrayBackend:
             pool[:, targets] = pool[:, sources]
 
     def read_blocks(self, pool, blocks):
-        return pool[:, blocks]
+        return pool.view(np.uint32)[:, blocks]
 
     def write_blocks(self, pool, blocks, data):
-        pool[:, blocks] = data
+        pool.view(np.uint32)[:, blocks] = data
 
     def attend(self, q, keys, values, plan, options, out, lse):
         pass

@@ -67,8 +67,9 @@ class ModelCache:
         self.num_free, self.num_host_free = num_blocks, num_host_blocks
         self.sequences, self.open_plans = {}, []
         self.cached, self.index, self.roots = [], {}, {}  # cached: the next to be evicted first
-        self.num_copied = self.num_evicted = self.num_queried = self.num_hits = 0
-        self.num_swapped_out = self.num_swapped_in = 0
+        self.num_copied = self.num_evicted = self.num_swapped_out = self.num_swapped_in = 0
+        self.queried, self.hits = {False: 0, True: 0}, {False: 0, True: 0}
+        self.has_host = num_host_blocks > 0
 
     # ---------------------------------------------------------------- blocks
 
@@ -151,10 +152,10 @@ class ModelCache:
             found.append(chain)
         return found
 
-    def add(self, seq, tokens=None, salt=None):
-        self.require_place()
-        if tokens is not None and len(tokens) > self.max_length:
+    def add(self, seq, tokens=None, salt=None, resumed=False):
+        if tokens is not None and len(tokens) > self.max_length or salt is not None and not self.prefix_caching:
             raise ValueError
+        self.require_place()
         root = self.roots.setdefault(salt, Root()) if self.prefix_caching else DEAD
         sequence = self.sequences[seq] = Sequence(root)
         if tokens is not None and self.prefix_caching:
@@ -165,8 +166,8 @@ class ModelCache:
             sequence.blocks = [None] * hidden + found[hidden:]
             sequence.chain = found[-1] if found else root
             self.cached = [block for block in self.cached if block not in sequence.blocks]
-            self.num_queried += len(tokens)
-            self.num_hits += sequence.length
+            self.queried[resumed] += len(tokens)
+            self.hits[resumed] += sequence.length
 
     def fork(self, seq, child):
         parent = self.row(seq)
@@ -195,23 +196,22 @@ class ModelCache:
             raise ValueError
         if length < len(sequence.known):
             if sequence.chain is not DEAD and length // size < len(sequence.known) // size:
-                sequence.chain = sequence.blocks[length // size].node[0]
+                block = sequence.blocks[length // size]
+                sequence.chain = block.node[0] if block else DEAD
             del sequence.known[length:]
         self.drop_from(sequence, self.num_blocks_for(length))
         sequence.length = length
 
     def free(self, seq, after=None):
-        if after is None:
-            if seq in self.sequences and self.sequences[seq].plan:
-                raise ValueError
-            sequence = self.row(seq, self.sequences[seq].swapped if seq in self.sequences else False)
+        if seq not in self.sequences:
+            raise UnknownSequence(seq)
+        sequence = self.sequences[seq]
+        if sequence.plan not in (None, after):
+            raise ValueError
+        if after is None or sequence.swapped:
             self.drop_from(sequence, 0)
         else:
-            if seq not in self.sequences:
-                raise UnknownSequence(seq)
-            if self.sequences[seq].plan not in (None, after):
-                raise ValueError
-            after.leaving.append(self.sequences[seq])
+            after.leaving.append(sequence)
         del self.sequences[seq]
 
     def clear_prefixes(self):
@@ -239,16 +239,30 @@ class ModelCache:
                     longest[tail] = max(longest.get(tail, 0), sequence.length)
         return needed + sum(copies), copies
 
-    def plan(self, seqs, num_new, num_lookahead=0):
+    def blocks_needed(self, seqs, num_new, num_lookahead=0):
+        """Blocks without which there is no plan, or those that it takes if they are there."""
+        sequences = self.batch(seqs, num_new)
+        needed, copied = self.decide(sequences, num_new, num_lookahead)
+        return needed if needed <= self.num_available() else needed - len(self.own_tails(sequences, copied))
+
+    def batch(self, seqs, num_new):
         sequences = [self.row(seq) for seq in seqs]
         if len(set(seqs)) < len(seqs) or any(count < 1 for count in num_new):
             raise ValueError
         if any(sequence.length + count > self.max_length for sequence, count in zip(sequences, num_new)):
             raise ValueError
+        return sequences
+
+    def own_tails(self, sequences, copied):
+        """Published blocks that would be copied although only their sequence holds them."""
+        tails = [sequence.blocks[sequence.length // self.block_size]
+                 for sequence, copies in zip(sequences, copied) if copies]
+        return [tail for tail in tails if tail.node and self.holders(tail) == 1]
+
+    def plan(self, seqs, num_new, num_lookahead=0):
+        sequences = self.batch(seqs, num_new)
         needed, copied = self.decide(sequences, num_new, num_lookahead)
-        own_tails = [sequence.blocks[sequence.length // self.block_size] for sequence, copies in zip(sequences, copied)
-                     if copies]
-        own_tails = [tail for tail in own_tails if tail.node and self.holders(tail) == 1]
+        own_tails = self.own_tails(sequences, copied)
         if needed - len(own_tails) > self.num_available():
             raise OutOfBlocks
         if needed > self.num_available():  # their last published blocks are written in place: evicted, so to say
@@ -334,6 +348,8 @@ class ModelCache:
 
     def swap_out(self, seq):
         sequence, size = self.row(seq), self.block_size
+        if not self.has_host:
+            raise OutOfBlocks
         missing = [block for block in sequence.blocks if block and not block.host]
         if len(missing) > self.num_host_free:
             raise OutOfBlocks

@@ -20,14 +20,22 @@ FLOORS = {
     "scheduler": 4,
     "kv_cache": 4,
     "attention": 4,
+    "draw": 3,
+    "invariants": 3,
     "prefix_cache": 3,
+    "stats": 3,
+    "steps": 3,
+    "swap": 3,
     "checks": 3,
     "cpu": 3,
     "cuda": 3,
     "plan": 2,
     "blocks": 2,
+    "sequences": 2,
     "backend": 2,
     "arrays": 1,
+    "batches": 1,
+    "compiled": 1,
     "spec": 0,
     "formats": 0,
     "score": 0,
@@ -35,7 +43,7 @@ FLOORS = {
     "sizing": 0,
     "errors": 0,
 }
-HOST_STATE = {"blocks", "prefix_cache", "scheduler", "kv_cache"}
+HOST_STATE = {"blocks", "sequences", "prefix_cache", "steps", "swap", "scheduler", "kv_cache"}
 DRIVER_MODULES = {
     "cupy", "cupyx", "torch", "ctypes", "pynvml", "numba.cuda.cudadrv", "cuda.core", "cuda.bindings.driver",
     "cuda.bindings.runtime",

@@ -42,12 +42,13 @@ SIGNATURES = {
     "BlockPool.release": "(self, blocks)",
     "BlockPool.check": "(self)",
     "PagedKVCache": (
-        "(spec, num_layers, num_blocks, backend='auto', prefix_caching=True, max_sequences=1024, max_length=None)"
+        "(spec, num_layers, num_blocks, backend='auto', prefix_caching=True, max_sequences=1024, max_length=None, "
+        "num_host_blocks=0)"
     ),
     "PagedKVCache.add": "(self, tokens=None, salt=None)",
     "PagedKVCache.fork": "(self, seq)",
-    "PagedKVCache.plan": "(self, seqs, num_new=1)",
-    "PagedKVCache.commit": "(self, plan, tokens=None)",
+    "PagedKVCache.plan": "(self, seqs, num_new=1, num_lookahead=0)",
+    "PagedKVCache.commit": "(self, plan, tokens=None, accepted=None)",
     "PagedKVCache.rollback": "(self, plan)",
     "PagedKVCache.keys": "(self, layer)",
     "PagedKVCache.values": "(self, layer)",

@@ -155,6 +155,37 @@ class CpuBackend:
             bits = pool.view(FORMATS[pool.dtype.name].bits)
             bits[:, targets] = bits[:, sources]  # the right side is a copy of its own
 
+    def read_blocks(self, pool, blocks):
+        """The bits of whole blocks.
+
+        Parameters
+        ----------
+        pool : array [num_layers, num_blocks, ...]
+            Keys or values.
+        blocks : array [num_read] of int
+            Block ids.
+
+        Returns
+        -------
+        numpy.ndarray [num_layers, num_read, ...] of `Format.bits`
+            A copy.
+        """
+        return pool.view(FORMATS[pool.dtype.name].bits)[:, blocks]
+
+    def write_blocks(self, pool, blocks, bits):
+        """Write what `read_blocks` gave.
+
+        Parameters
+        ----------
+        pool : array [num_layers, num_blocks, ...]
+            Keys or values.
+        blocks : array [num_written] of int
+            Block ids.
+        bits : array [num_layers, num_written, ...] of `Format.bits`
+            What they hold from now on.
+        """
+        pool.view(bits.dtype)[:, blocks] = bits
+
     def attend(self, q, keys, values, plan, options, out, lse):
         """Attend as the plan says.
 

@@ -1,0 +1,303 @@
+"""SequenceTables: the rows of the sequences: handle, length, blocks, and what is known of their tokens.
+
+Compiled functions take the arrays by these names:
+
+- ``rows`` int64 [max_sequences, 8], a row a cache line. Columns: HANDLE (of the row's sequence, or of the next one that
+  will get the row), STATE (FREE and those after it), LENGTH (tokens stored), NUM_BLOCKS (table entries in use), START
+  (how many of them slid out of the window: the first ones), PLANNED (positions past the length that an open plan has
+  blocks for), KNOWN (token ids known from position 0 on without a gap, or UNKNOWN), CHAIN (the uid under which the next
+  full block is published; of a SWAPPED row, its first block);
+- ``tails`` int32 [max_sequences, block_size]: ids of the known tokens past the last full block;
+- ``table`` int32 [max_sequences, width]: position to block, NO_BLOCK where there is none.
+"""
+
+import operator
+
+import numpy as np
+
+from .blocks import REFS, drop_block
+from .compiled import bare, making
+from .errors import CorruptState, OutOfBlocks, UnknownSequence
+from .sizing import num_blocks_for
+
+HANDLE, STATE, LENGTH, NUM_BLOCKS, START, PLANNED, KNOWN, CHAIN = range(8)
+
+FREE, LIVE, SWAPPED, LEAVING = range(4)
+"""The states of a row: without a sequence; in the pool; in the host pool; freed, but its last plan is still open."""
+
+NO_BLOCK = -1
+"""What a table holds past a sequence's blocks, and where a block slid out of the window; no kernel reads it."""
+
+UNKNOWN = -1
+"""The KNOWN of a sequence whose blocks can no longer be published."""
+
+
+@bare
+def keep_blocks(blocks, stack, counts, rows, table, row, kept):
+    """Drop all but the first `kept` blocks of a row, the last first, so that a prefix is evicted from its end."""
+    for column in range(rows[row, NUM_BLOCKS] - 1, max(kept, rows[row, START]) - 1, -1):
+        drop_block(blocks, stack, counts, table[row, column])
+        table[row, column] = NO_BLOCK
+    rows[row, NUM_BLOCKS] = min(rows[row, NUM_BLOCKS], kept)
+    rows[row, START] = min(rows[row, START], kept)
+
+
+@bare
+def num_hidden(length, window, block_size):
+    """How many blocks the query at position `length` does not see, nor any after it."""
+    return max(0, length + 1 - window) // block_size
+
+
+@bare
+def slide_window(blocks, stack, counts, rows, table, row, hidden):
+    """Drop the blocks of a row that slid out of the window, the last first."""
+    hidden = min(hidden, rows[row, NUM_BLOCKS])
+    for column in range(hidden - 1, rows[row, START] - 1, -1):
+        drop_block(blocks, stack, counts, table[row, column])
+        table[row, column] = NO_BLOCK
+    rows[row, START] = max(rows[row, START], hidden)
+
+
+@bare
+def copy_values(source, target):
+    """Copy one array with one axis into another."""
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+@bare
+def fork_row(blocks, rows, tails, table, parent, child):
+    """Make an empty row hold what another holds: every block is shared, none is copied."""
+    for column in range(rows[parent, START], rows[parent, NUM_BLOCKS]):
+        blocks[table[parent, column], REFS] += 1
+    copy_values(rows[parent, LENGTH:], rows[child, LENGTH:])
+    copy_values(tails[parent], tails[child])
+    copy_values(table[parent], table[child])
+
+
+@bare
+def _share_rows(blocks, rows, table, parents):
+    for row in parents:
+        for column in range(rows[row, START], rows[row, NUM_BLOCKS]):
+            blocks[table[row, column], REFS] += 1
+
+
+@bare
+def _empty_rows(blocks, stack, counts, rows, table, children):
+    for row in children:
+        keep_blocks(blocks, stack, counts, rows, table, row, 0)
+
+
+@making
+def reparent_rows(blocks, stack, counts, rows, tails, table, children, parents):
+    """Make each child row hold what its parent row held, all at once; parents may be children too."""
+    moved = children != parents
+    children, parents = children[moved], parents[moved]
+    new_rows, new_tails, new_table = rows[parents], tails[parents], table[parents]
+    _share_rows(blocks, rows, table, parents)
+    _empty_rows(blocks, stack, counts, rows, table, children)
+    for i in range(children.size):
+        rows[children[i], LENGTH:] = new_rows[i, LENGTH:]
+        tails[children[i]], table[children[i]] = new_tails[i], new_table[i]
+
+
+class SequenceTables:
+    """The rows of the living sequences.
+
+    A handle is ``row + generation * max_sequences``: the row is found by a remainder, and a handle is never given out
+    twice, so that a stale one is noticed.
+
+    Parameters
+    ----------
+    max_sequences : int
+        Rows.
+    block_size : int
+        Slots per block.
+    """
+
+    def __init__(self, max_sequences, block_size):
+        if int(max_sequences) != max_sequences or not 1 <= max_sequences < 2**31:
+            raise ValueError(f"max_sequences must be a whole number from 1 to 2**31 - 1, got {max_sequences!r}")
+        self.block_size, self.max_sequences = block_size, int(max_sequences)
+        self.rows = np.zeros((self.max_sequences, 8), np.int64)
+        self.tails = np.zeros((self.max_sequences, block_size), np.int32)
+        self.table = np.full((self.max_sequences, 16), NO_BLOCK, np.int32)
+        self.arrays = self.rows, self.tails, self.table  # as compiled functions take them
+        (self.handles, self.states, self.lengths, self.num_blocks, self.starts, self.planned, self.known,
+         self.chains) = self.rows.T
+        self.handles[:] = np.arange(self.max_sequences)
+        self._free_rows = list(range(self.max_sequences - 1, -1, -1))
+
+    def require_row(self):
+        """Raise unless a row is free.
+
+        Raises
+        ------
+        OutOfBlocks
+            If all rows are taken.
+        """
+        if not self._free_rows:
+            raise OutOfBlocks(f"all {self.max_sequences} sequences are in use (max_sequences)")
+
+    def open(self, known, chain):
+        """Give a row to a new, empty sequence.
+
+        Parameters
+        ----------
+        known : int
+            0, or UNKNOWN if its blocks cannot be published.
+        chain : int
+            The uid of the root of its prefixes.
+
+        Returns
+        -------
+        int
+            The row.
+
+        Raises
+        ------
+        OutOfBlocks
+            If all rows are taken.
+        """
+        self.require_row()
+        row = self._free_rows.pop()
+        self.states[row], self.known[row], self.chains[row] = LIVE, known, chain
+        return row
+
+    def retire(self, row):
+        """Make a row's handle one that names no living sequence any more.
+
+        Parameters
+        ----------
+        row : int
+            A row with a sequence.
+        """
+        self.handles[row] += self.max_sequences
+        self.states[row] = LEAVING
+
+    def close(self, row):
+        """Take a retired row back; its blocks have been dropped.
+
+        Parameters
+        ----------
+        row : int
+            The row.
+        """
+        self.states[row], self.lengths[row] = FREE, 0
+        self._free_rows.append(row)
+
+    def row_of(self, seq):
+        """The row of a living sequence.
+
+        Parameters
+        ----------
+        seq : int
+            Its handle.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        UnknownSequence
+            If it names no living sequence.
+        TypeError
+            If it is not a whole number.
+        """
+        try:
+            row = operator.index(seq) % self.max_sequences
+        except TypeError:
+            raise TypeError(f"seq must be a handle, a whole number, got {type(seq).__name__}") from None
+        if self.handles[row] != seq or not LIVE <= self.states[row] <= SWAPPED:
+            raise self.unknown(seq)
+        return row
+
+    def unknown(self, seq):
+        """The error for a handle that names no living sequence.
+
+        Parameters
+        ----------
+        seq : int
+            The handle.
+
+        Returns
+        -------
+        UnknownSequence
+        """
+        known = 0 <= seq < self.handles[seq % self.max_sequences]
+        return UnknownSequence(f"sequence {seq} {'was freed' if known else 'does not exist'}")
+
+    def reserve_width(self, num_blocks):
+        """Make the table at least `num_blocks` wide, doubling so that growing costs little per block.
+
+        Parameters
+        ----------
+        num_blocks : int
+            Blocks of the longest sequence to come.
+        """
+        width = self.table.shape[1]
+        if num_blocks > width:
+            wider = np.full((self.max_sequences, max(num_blocks, 2 * width)), NO_BLOCK, np.int32)
+            wider[:, :width] = self.table
+            self.table = wider
+            self.arrays = self.rows, self.tails, wider
+
+    def blocks(self, row):
+        """The blocks of a row, in the order of positions.
+
+        Parameters
+        ----------
+        row : int
+            A row with a sequence.
+
+        Returns
+        -------
+        numpy.ndarray of int32
+            A view.
+        """
+        return self.table[row, : self.num_blocks[row]]
+
+    def check(self, sliding_window):
+        """Prove the invariants of the rows.
+
+        Parameters
+        ----------
+        sliding_window : int
+            Visible keys.
+
+        Raises
+        ------
+        CorruptState
+            If a row has more or fewer blocks than its tokens need, or an entry where none may be.
+        """
+        used = self.states != FREE
+        if sorted(self._free_rows) != np.flatnonzero(~used).tolist():
+            raise CorruptState("the free rows are not those without a sequence")
+        hidden = np.maximum(0, self.lengths + 1 - sliding_window) // self.block_size
+        needed = num_blocks_for(self.lengths + self.planned, self.block_size)
+        for is_wrong, what in (
+            (self.handles % self.max_sequences != np.arange(self.max_sequences), "does not belong to its row"),
+            ((self.states < FREE) | (self.states > LEAVING), "is in no state"),
+            (~used & ((self.lengths != 0) | (self.planned != 0)), "has a length but no sequence"),
+            ((self.lengths < 0) | (self.planned < 0), "has a negative length or plan"),
+            (self.num_blocks != needed, "has more or fewer blocks than its tokens and planned positions need"),
+            ((self.starts < 0) | (self.starts > np.minimum(hidden, needed)), "lacks a block inside of its window"),
+            (used & ((self.known < UNKNOWN) | (self.known > self.lengths)), "has more known token ids than tokens"),
+            (((self.table == NO_BLOCK) == self.held()).any(axis=1), "has an entry where there is no block, or none"),
+        ):
+            if is_wrong.any():
+                row = is_wrong.argmax()
+                raise CorruptState(f"sequence {self.handles[row]} {what}: length {self.lengths[row]}, "
+                                   f"{self.planned[row]} planned, {self.num_blocks[row]} blocks from number "
+                                   f"{self.starts[row]} on, {self.known[row]} known ids, table {self.blocks(row)}")
+
+    def held(self):
+        """Which entries of the table name a block.
+
+        Returns
+        -------
+        numpy.ndarray of bool, like the table
+        """
+        columns = np.arange(self.table.shape[1])
+        return (columns >= self.starts[:, None]) & (columns < self.num_blocks[:, None])

@@ -1,0 +1,304 @@
+"""A step of many sequences, compiled: what a plan takes from the pool, and what committing or undoing it does.
+
+Each is one pass over arrays of handles. `survey_batch` looks at what a plan would take and changes nothing;
+`take_batch` takes it.
+The names of the arrays are those of blocks, prefix_cache and sequences.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .blocks import (HAS_HOST, HASH, NEXT, NUM_CACHED, NUM_COPIED, NUM_EVICTED, REFS, UID, drop_block, new_uid)
+from .compiled import bare
+from .prefix_cache import append_tokens, evict_block, take_block, unpublish_block
+from .sequences import (HANDLE, KNOWN, LENGTH, LIVE, NUM_BLOCKS, PLANNED, STATE, SWAPPED, keep_blocks, num_hidden,
+                        slide_window)
+from .spec import NO_WINDOW
+
+FINE, GONE, AWAY, BUSY, TWICE, TOO_FEW, TOO_LONG = range(7)
+"""What is wrong with a sequence of a plan: nothing; its handle names no sequence; it is swapped out; it is in an open
+plan; it is named twice; its count is below 1; it would be longer than `max_length`."""
+
+_MARK = -1
+"""The PLANNED of a sequence that the plan being surveyed has named already."""
+
+
+@bare
+def _refusal(rows, row, seq, count, max_length):
+    if rows[row, HANDLE] != seq or not LIVE <= rows[row, STATE] <= SWAPPED:
+        return GONE
+    if rows[row, STATE] == SWAPPED:
+        return AWAY
+    if rows[row, PLANNED]:
+        return TWICE if rows[row, PLANNED] == _MARK else BUSY
+    if count < 1:
+        return TOO_FEW
+    return TOO_LONG if rows[row, LENGTH] + count > max_length else FINE
+
+
+@bare
+def _tail(rows, table, row, block_size):
+    """The last block of a row that no plan holds, if it has a free slot, else -1."""
+    num_blocks = rows[row, NUM_BLOCKS]
+    return table[row, num_blocks - 1] if rows[row, LENGTH] < num_blocks * block_size else -1
+
+
+@bare
+def _survey(blocks, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied):
+    """What a plan would take: (code, sequence, blocks, of these for copies, of these own, tokens, widest row).
+
+    The sequence is the one that the code is about, the first that cannot be planned. Marks in `copied` which rows must
+    copy their last block before they write to it: others hold it too, or it is published (`own`: and no other row holds
+    it). Of several rows of one plan that share a block the last to go may write in place, unless it would overwrite
+    tokens of one that went before, which gets the block back if the plan is undone.
+    """
+    code, num_rows = FINE, 0
+    num_needed = num_copied = num_own = num_tokens = width = 0
+    for i in range(seqs.size):
+        row, count = seqs[i] % rows.shape[0], num_new[i if num_new.size > 1 else 0]
+        code = _refusal(rows, row, seqs[i], count, max_length)
+        if code:
+            break
+        rows[row, PLANNED], num_rows = _MARK, i + 1
+        length, num_blocks = rows[row, LENGTH], rows[row, NUM_BLOCKS]
+        stop = min(length + count + num_lookahead, max_length)
+        if stop > num_blocks * block_size:
+            num_blocks = (stop + block_size - 1) // block_size
+            num_needed += num_blocks - rows[row, NUM_BLOCKS]
+        width, num_tokens = max(width, num_blocks), num_tokens + count
+        tail = _tail(rows, table, row, block_size)
+        # A block in use is in no list; until this function ends, NEXT is the length of the longest row that copies it.
+        copied[i] = tail >= 0 and (blocks[tail, REFS] > 1 or blocks[tail, HASH] != 0 or blocks[tail, NEXT] > length)
+        if copied[i]:
+            num_copied += 1
+            num_own += blocks[tail, REFS] == 1 and blocks[tail, HASH] != 0 and blocks[tail, NEXT] == 0
+            blocks[tail, REFS] -= 1
+            blocks[tail, NEXT] = max(blocks[tail, NEXT], length)
+    for i in range(num_rows):
+        row = seqs[i] % rows.shape[0]
+        rows[row, PLANNED] = 0
+        if copied[i]:
+            tail = _tail(rows, table, row, block_size)
+            blocks[tail, REFS] += 1
+            blocks[tail, NEXT] = 0
+    return code, num_rows, num_needed + num_copied, num_copied, num_own, num_tokens, width
+
+
+_NO_COPIES = np.empty((0, 2), np.int32)
+_NO_SLOTS = np.empty((0, 0), np.int64)
+
+
+class Survey(NamedTuple):
+    """What a plan would take."""
+
+    num_blocks: int
+    num_copied: int  # of these, for copies
+    num_own: int  # of these, of a published block that no other sequence holds
+    num_tokens: int
+    width: int  # blocks of the longest sequence
+
+
+def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copied):
+    """What a plan would take, or why there is none.
+
+    Parameters
+    ----------
+    pool : BlockPool
+        The blocks.
+    sequences : SequenceTables
+        The sequences.
+    seqs : int64 [num_seqs]
+        Handles.
+    num_new : int64 [num_seqs] or [1]
+        New tokens of each, or of every one.
+    num_lookahead, max_length : int
+        As in `PagedKVCache.plan`.
+    copied : bool [max_sequences + 1]
+        Filled: which sequences copy their last block.
+
+    Returns
+    -------
+    Survey
+
+    Raises
+    ------
+    UnknownSequence
+        If a handle names no living sequence.
+    ValueError
+        If a sequence is named twice, is swapped out or in an open plan, or a count or a length is out of its range.
+    """
+    seqs = seqs[: copied.size]  # more than there can be: one of these is named twice
+    code, index, *found = _survey(pool.blocks, sequences.rows, sequences.table, seqs, num_new, num_lookahead,
+                                  max_length, sequences.block_size, copied)
+    if code == FINE:
+        return Survey(*found)
+    seq, count = int(seqs[index]), int(num_new[index if num_new.size > 1 else 0])
+    if code == GONE:
+        raise sequences.unknown(seq)
+    length = sequences.lengths[seq % sequences.max_sequences] + count
+    raise ValueError({
+        AWAY: f"sequence {seq} is swapped out; swap it in first",
+        BUSY: f"sequence {seq} is in an open plan; commit or roll it back first",
+        TWICE: f"seqs names sequence {seq} twice",
+        TOO_FEW: f"num_new must be at least 1, got {count} for sequence {seq}",
+        TOO_LONG: f"sequence {seq} would have {length} tokens, max_length is {max_length}",
+    }[code])
+
+
+@bare
+def _evict_own(blocks, stack, counts, index, rows, table, seqs, block_size, copied):
+    """Evict what is cached and unpublish the last blocks that only their row holds, so that they are written in
+    place."""
+    while counts[NUM_CACHED]:
+        evict_block(blocks, stack, counts, index)
+    for i in range(seqs.size):
+        tail = _tail(rows, table, seqs[i] % rows.shape[0], block_size)
+        if copied[i] and blocks[tail, REFS] == 1 and blocks[tail, HASH]:
+            unpublish_block(blocks, index, tail)
+            counts[NUM_EVICTED] += 1
+            copied[i] = False
+
+
+@bare
+def _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies):
+    """Give a row a block of its own for its last one; the plan keeps the reference to the old one, for a rollback."""
+    column = rows[row, NUM_BLOCKS] - 1
+    block = take_block(blocks, ids, stack, counts, index)
+    copies[0], copies[1] = table[row, column], block
+    table[row, column] = block
+
+
+@bare
+def _write_slots(table, row, first, block_size, slots):
+    """The slots of a row's positions from `first` on."""
+    column = first // block_size
+    offset = first - column * block_size
+    for i in range(slots.size):
+        if offset == block_size:
+            column, offset = column + 1, 0
+        slots[i] = np.int64(table[row, column]) * block_size + offset
+        offset += 1
+
+
+@bare
+def _take(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied,
+         query_starts, lengths, block_tables, positions, slots, copies):
+    """Give each row the blocks that it needs, and write the plan: what was surveyed and has room."""
+    copy = token = 0
+    for i in range(seqs.size):
+        row, count = seqs[i] % rows.shape[0], num_new[i if num_new.size > 1 else 0]
+        length = rows[row, LENGTH]
+        if copied[i]:
+            _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies[copy])
+            copy += 1
+        elif counts[HAS_HOST]:
+            tail = _tail(rows, table, row, block_size)
+            if tail >= 0:
+                ids[tail, UID] = new_uid(counts)  # it will be written: a copy on the host is no longer equal to it
+        stop = min(length + count + num_lookahead, max_length)
+        while rows[row, NUM_BLOCKS] * block_size < stop:
+            table[row, rows[row, NUM_BLOCKS]] = take_block(blocks, ids, stack, counts, index)
+            rows[row, NUM_BLOCKS] += 1
+        rows[row, PLANNED] = stop - length
+        query_starts[i], lengths[i] = token, length + count
+        for j in range(count):
+            positions[token + j] = length + j
+        _write_slots(table, row, length, block_size, slots[token : token + count])
+        token += count
+        for column in range(block_tables.shape[1]):
+            block_tables[i, column] = table[row, column]
+    query_starts[seqs.size] = token
+    counts[NUM_COPIED] += copy
+
+
+@bare
+def _reserve_slots(table, seqs, lengths, max_length, block_size, slots):
+    """Fill in the slots of the positions after a plan's new tokens, up to `max_length`."""
+    for i in range(seqs.size):
+        num_slots = min(slots.shape[1], max_length - lengths[i])
+        _write_slots(table, seqs[i] % table.shape[0], lengths[i], block_size, slots[i, :num_slots])
+
+
+def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length, copied, survey):
+    """Take what was surveyed and has room.
+
+    Parameters
+    ----------
+    pool : BlockPool
+        The blocks.
+    sequences : SequenceTables
+        The sequences.
+    index : int32 [2 * num_blocks]
+        Of the prefix cache.
+    seqs, num_new, num_lookahead, max_length, copied
+        As in `survey_batch`.
+    survey : Survey
+        What it found.
+
+    Returns
+    -------
+    query_starts, lengths, block_tables, positions, slots, copies, lookahead_slots : numpy.ndarray
+        As in `Plan`.
+    """
+    num_seqs, block_size = seqs.size, sequences.block_size
+    sequences.reserve_width(survey.width)
+    table = sequences.table
+    arrays = (np.empty(num_seqs + 1, np.int32), np.empty(num_seqs, np.int32),
+              np.empty((num_seqs, survey.width), np.int32), np.empty(survey.num_tokens, np.int32),
+              np.empty(survey.num_tokens, np.int64))
+    num_copied, lookahead_slots = survey.num_copied, _NO_SLOTS
+    if survey.num_blocks > pool.num_available:
+        _evict_own(pool.blocks, pool.stack, pool.counts, index, sequences.rows, table, seqs, block_size, copied)
+        num_copied -= survey.num_own
+    copies = np.empty((num_copied, 2), np.int32) if num_copied else _NO_COPIES
+    _take(*pool.arrays, index, sequences.rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied,
+         *arrays, copies)
+    if num_lookahead:
+        lookahead_slots = np.full((num_seqs, num_lookahead), -1, np.int64)
+        _reserve_slots(table, seqs, arrays[1], max_length, block_size, lookahead_slots)
+    return *arrays, copies, lookahead_slots
+
+
+@bare
+def commit(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, seqs, query_starts, tokens,
+           accepted, copies, window):
+    """Make the accepted tokens of a plan part of their rows, and give back what is no longer needed."""
+    block_size = tails.shape[1]
+    for i in range(seqs.size):
+        row, first = seqs[i] % rows.shape[0], query_starts[i]
+        count = accepted[i] if accepted.size else query_starts[i + 1] - first
+        length, known = rows[row, LENGTH], rows[row, KNOWN]
+        if tokens.size and known == length:
+            filled = known % block_size
+            if filled + count < block_size:
+                for i_new in range(count):
+                    tails[row, filled + i_new] = tokens[first + i_new]
+                rows[row, KNOWN] = known + count
+            else:
+                append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens,
+                              first, first + count)
+        length += count
+        rows[row, LENGTH] = length
+        if rows[row, PLANNED] != count:
+            keep_blocks(blocks, stack, counts, rows, table, row, (length + block_size - 1) // block_size)
+        rows[row, PLANNED] = 0
+        if window != NO_WINDOW:
+            slide_window(blocks, stack, counts, rows, table, row, num_hidden(length, window, block_size))
+    for i in range(copies.shape[0] - 1, -1, -1):
+        drop_block(blocks, stack, counts, copies[i, 0])
+
+
+@bare
+def undo(blocks, stack, counts, rows, table, seqs, copies, block_size):
+    """Give back, in the opposite order, what a plan took."""
+    copy = copies.shape[0]
+    for i in range(seqs.size - 1, -1, -1):
+        row = seqs[i] % rows.shape[0]
+        kept = (rows[row, LENGTH] + block_size - 1) // block_size
+        rows[row, PLANNED] = 0
+        keep_blocks(blocks, stack, counts, rows, table, row, kept)
+        if copy and rows[row, LENGTH] % block_size and table[row, kept - 1] == copies[copy - 1, 1]:
+            copy -= 1
+            table[row, kept - 1] = copies[copy, 0]
+            drop_block(blocks, stack, counts, copies[copy, 1])
