@@ -13,6 +13,7 @@ from .errors import OutOfBlocks
 from .plan import Plan
 from .scalars import whole_number
 from .sizing import num_blocks_for
+from .spec import NO_WINDOW
 
 POLICIES = {"fcfs": lambda request: 0, "priority": lambda request: request.priority}
 
@@ -58,9 +59,7 @@ class Sample:
     def _next(self, count):
         """The next `count` tokens to run."""
         start = self.num_computed - self.request.tokens.size
-        if start >= 0:
-            return self.tokens[start : start + count]
-        return self._known()[self.num_computed : self.num_computed + count]
+        return self.tokens[start : start + count] if start >= 0 else self._known()[self.num_computed :][:count]
 
     def _group(self):
         """The samples that its sequence stands for: all of the request's until the prompt is computed, then itself."""
@@ -243,10 +242,11 @@ class Scheduler:
         self.cache, self.policy, self.preemption = cache, policy, preemption
         self.max_batch_tokens = whole_number("max_batch_tokens", max_batch_tokens)
         self.max_batch_size = min(whole_number("max_batch_size", max_batch_size), self.max_batch_tokens)
-        self._num_blocks, block_size, window = cache.stats().num_blocks, cache.spec.block_size, cache.spec.window
+        self._num_blocks, self._block_size = cache.stats().num_blocks, cache.spec.block_size
+        self._window = NO_WINDOW if cache.spec.window is None else cache.spec.window
         self._watermark = int(watermark * self._num_blocks)
         # With a window, what slides out goes back between chunks: short ones fit, however long the sequence becomes.
-        room = 0 if window is None else (self._num_blocks - 1) * block_size - window + 1
+        room = (self._num_blocks - 1) * self._block_size - self._window + 1
         self._slides = room > 0
         self._max_chunk = min(self.max_batch_tokens, room) if self._slides else self.max_batch_tokens
         self._waiting, self._running, self._requests = [], [], set()  # samples by their ranks; requests not finished
@@ -276,11 +276,12 @@ class Scheduler:
         asked = f"{request.tokens.size} tokens and max_new_tokens {request.max_new_tokens} make {length} to store"
         if length > self.cache.max_length:
             raise ValueError(f"request can never run: {asked}, max_length is {self.cache.max_length}")
-        needed = num_blocks_for(length, self.cache.spec.block_size)
+        needed = num_blocks_for(length, self._block_size)
         if needed > self._num_blocks and not self._slides:
             raise ValueError(f"request can never run: {asked}, {needed} blocks of a pool of {self._num_blocks}")
         if request.n > self.max_batch_size:
             raise ValueError(f"request can never run: n is {request.n}, max_batch_size is {self.max_batch_size}")
+        self.cache.match(request.tokens, request.salt)  # raises where the salt is of no use
         rank = (POLICIES[self.policy](request), self._num_added)
         request.samples = [Sample(request, index, _rank=(*rank, index)) for index in range(request.n)]
         self._num_added += 1
@@ -371,30 +372,29 @@ class Scheduler:
         What the others still need for their known tokens counts too: two half computed prompts never wait for each
         other's blocks.
         """
-        cache, swapped = self.cache, sample._seq is not None
+        cache, size, swapped, known = self.cache, self._block_size, sample._seq is not None, sample._known()
         if swapped:
-            blocks, length = cache.blocks(sample._seq), sample.num_computed + self._num_held(sample)
-            needed = (blocks >= 0).sum() + num_blocks_for(length, cache.spec.block_size) - blocks.size
+            num_computed = sample.num_computed  # the blocks wholly out of the window do not come back
+            needed = num_blocks_for(known.size, size) - max(0, num_computed + 1 - self._window) // size
         else:
-            sample._seq = cache.add(sample._known(), sample.request.salt)
-            sample.num_computed = cache.length(sample._seq)
-            needed = cache.blocks_needed(sample._seq, self._num_held(sample))
+            num_computed, needed = cache.match(known, sample.request.salt)
+        num_held = num_computed + self._num_held(num_computed, known.size)
+        needed -= num_blocks_for(known.size, size) - num_blocks_for(num_held, size)
         if self._running:
-            needed += self._watermark
-            needed += cache.blocks_needed(*_arrays([(other, self._num_held(other)) for other in self._running]))
-        missing = needed - cache.num_available
-        if missing > 0:
-            if not swapped:
-                self._drop(sample)
-            raise OutOfBlocks(f"{needed} blocks wanted to admit the next request, {missing} more than available")
+            held = [(other, self._num_held(other.num_computed, other._num_known)) for other in self._running]
+            needed += self._watermark + cache.blocks_needed(*_arrays(held))
+        if needed > cache.num_available:
+            raise OutOfBlocks(f"{needed} blocks wanted to admit the next request, {cache.num_available} are available")
         if swapped:
             cache.swap_in(sample._seq)
+        else:
+            sample._seq = (cache.resume if sample._num_seen else cache.add)(known, sample.request.salt)
+            sample.num_computed = num_computed
 
-    def _num_held(self, sample):
-        """Pending tokens to have blocks for at a time: all; with a window no more than are visible or in a chunk."""
-        if not self._slides:
-            return sample.num_pending
-        return min(sample.num_pending, max(self._max_chunk, self.cache.spec.window - sample.num_computed))
+    def _num_held(self, num_computed, num_known):
+        """Tokens to make room for: all that are pending; with a window no more than are visible, or in a chunk."""
+        num_pending = num_known - num_computed
+        return min(num_pending, max(self._max_chunk, self._window - num_computed)) if self._slides else num_pending
 
     def _drop(self, sample, after=None):
         """Take a sample's sequence out of the cache."""
@@ -457,11 +457,10 @@ class Scheduler:
     def _fork(self, parent, child):
         child._num_seen = parent.num_computed
         try:
-            child._seq = self.cache.fork(parent._seq)
+            child._seq, child.num_computed = self.cache.fork(parent._seq), parent.num_computed
         except OutOfBlocks:  # the cache has no place for another sequence: it begins like one that was preempted
             insort(self._waiting, child, key=_rank)
         else:
-            child.num_computed = parent.num_computed
             insort(self._running, child, key=_rank)
 
     def cancel(self, step):
