@@ -35,7 +35,7 @@ def measure(case, rounds, with_numpy=False, with_peers=True):
 
 def report(label, case, times):
     """Print a line about a case; returns GB/s."""
-    ours = common.median(times["ours"])
+    ours = np.median(times["ours"])
     others = "  ".join(f"{name} {common.ratio(times[name], times['ours']):.1f}x"
                        for name in times if name not in ("ours", "stream", "shuffled"))
     print(f"{label:44s} {ours * 1e3:8.2f} {case.num_bytes / ours / 1e9:6.1f} "
@@ -113,11 +113,12 @@ def main():
     print(HEADER)
     if arguments.plot:
         plot(arguments.plot, arguments.rounds)
-        return
-    against_numpy(3 if arguments.quick else arguments.rounds)
-    if not arguments.quick:
+    else:
+        against_numpy(3 if arguments.quick else arguments.rounds)
+    if not (arguments.quick or arguments.plot):
         formats(arguments.rounds, [(8, 1024), (8, 4096), (32, 1024), (32, 4096)], (16, 32, 64))
         contexts(arguments.rounds)
+    print(common.summary())
 
 
 if __name__ == "__main__":

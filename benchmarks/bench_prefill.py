@@ -23,7 +23,7 @@ def measure(label, lengths, num_queries, dtype, rounds):
     out = np.empty_like(q)
     functions = {"ours": lambda: npg.prefill(q, keys, values, tables, lengths, starts, out=out)}
     times = common.paired(functions | peers.torch_peers(case, causal=True), rounds)
-    ours = common.median(times["ours"])
+    ours = np.median(times["ours"])
     others = "  ".join(f"{name} {common.ratio(times[name], times['ours']):.2f}x" for name in times if name != "ours")
     print(f"{dtype:14s} {label:34s} error {error:.0e} {ours * 1e3:9.1f} ms {case.num_operations / ours / 1e9:6.0f} GFLOP/s  "
           f"{others}", flush=True)
@@ -41,6 +41,7 @@ def main():
         measure("2048 tokens", [2048], 2048, dtype, arguments.rounds)
         measure("256 tokens after 3840", [4096], 256, dtype, arguments.rounds)
         measure("8 prompts of 512", [512] * 8, 512, dtype, arguments.rounds)
+    print(common.summary())
 
 
 if __name__ == "__main__":

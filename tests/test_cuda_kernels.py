@@ -130,10 +130,10 @@ def hard_numbers(name):
 def test_numbers_are_rounded_to_nearest_even_and_saturate(on_ptx, name):
     numbers = hard_numbers(name)
     stored = run_convert(on_ptx.device, numbers, DTYPES[name], 4, saturate=True)
-    np.testing.assert_array_equal(stored.astype(np.float32), reference.quantise(numbers, 1.0, DTYPES[name]).astype(np.float32))
-    zeros = stored.astype(np.float32) == 0
+    got = stored.astype(np.float32)
+    np.testing.assert_array_equal(got, reference.quantise(numbers, 1.0, DTYPES[name]).astype(np.float32))
     if name != "int8":
-        np.testing.assert_array_equal(np.signbit(stored.astype(np.float32)[zeros]), np.signbit(numbers[zeros]))
+        np.testing.assert_array_equal(np.signbit(got[got == 0]), np.signbit(numbers[got == 0]))
 
 
 def make_tanh(spec):
@@ -363,11 +363,11 @@ def test_groups_beyond_the_rows_of_a_block(on_ptx):
     on_ptx.check(decode_problem(Shape(70, 1, 16, 8, "float32", "float16"), [9, 40]))
 
 
-@pytest.mark.parametrize("spec", [AttendSpec(codecs.FLOAT16, codecs.FLOAT16, 128, group, 16, 16) for group in (1, 8, 12, 16, 17)])
-def test_a_kv_head_is_read_by_as_few_blocks_as_can_be(spec):
-    shape = decode.decode_shape(spec)
-    assert shape.num_tiles == max(1, spec.group // 8) and shape.num_rows * shape.num_tiles >= spec.group
-    assert shape.num_rows >= min(8, spec.group)
+@pytest.mark.parametrize("group", [1, 8, 12, 16, 17])
+def test_a_kv_head_is_read_by_as_few_blocks_as_can_be(group):
+    shape = decode.decode_shape(AttendSpec(codecs.FLOAT16, codecs.FLOAT16, 128, group, 16, 16))
+    assert shape.num_tiles == max(1, group // 8) and shape.num_rows * shape.num_tiles >= group
+    assert shape.num_rows >= min(8, group)
 
 
 def test_warmup_prepares_what_calls_need():

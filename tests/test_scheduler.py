@@ -183,6 +183,17 @@ def test_two_half_computed_prompts_never_wait_for_each_other():
     assert server.scheduler.stats().num_preempted == 0
 
 
+def test_with_a_window_a_sequence_may_be_longer_than_the_pool():
+    """Its prompt comes in chunks that fit beside what is visible; half computed ones do not push each other out."""
+    server = Server(9, block_size=2, window=9, max_length=100, max_batch_tokens=20, watermark=0)
+    for tokens in ([0, 1, 1] * 12, [1, 0, 1, 1] * 9):
+        server.add(tokens, 12)
+    server.drain()
+    assert server.scheduler.stats().num_preempted == 0
+    with pytest.raises(ValueError, match="36 tokens and max_new_tokens 1 make 36 to store, 18 blocks of a pool of 9"):
+        Server(9, block_size=2, window=17, max_length=100).add([0] * 36, 1)
+
+
 def test_the_watermark_is_for_admissions_but_not_the_first():
     """Growth may use the spare blocks, and a request that takes nearly all of them runs when alone (vllm#44594)."""
     server = Server(8, watermark=0.5)
@@ -292,6 +303,16 @@ def test_recomputation_is_counted_apart(max_batch_tokens):
         request.tokens.size + len(sample.tokens) - 1 for request in server.requests for sample in request.samples)
 
 
+def test_prompts_of_resumed_requests_are_no_queries():
+    """The hit rate is that of the requests, however often they give way and look for their own prefix."""
+    server = Server(6, watermark=0)
+    for tokens in ([1] * 3, [0] * 3, [1, 0]):
+        server.add(tokens, 6)
+    server.drain()
+    stats = server.cache.stats()
+    assert stats.num_queried == 8 and stats.num_requeried > 0
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 1, 2, 20])
 def test_a_full_host_pool_means_recomputation(num_host_blocks):
     """Swapping never fails and never stalls (vllm#787, #5578)."""
@@ -316,9 +337,12 @@ def test_samples_give_way_one_by_one(preemption):
 
 
 def test_samples_without_a_place_in_the_cache_wait_for_one():
-    server = Server(20, max_sequences=2)
-    server.add([1, 0, 1], 4, n=4)
+    server = Server(20, max_sequences=2, prefix_caching=False)
+    request = server.add([1, 0, 1], 4, n=4)
     server.drain()
+    stats = server.scheduler.stats()
+    assert stats.num_recomputed == 2 * 3 and stats.num_preempted == 0
+    assert stats.num_tokens - stats.num_recomputed == 3 + sum(len(sample.tokens) - 1 for sample in request.samples)
 
 
 # ---------------------------------------------------------------- ends, and others in the cache

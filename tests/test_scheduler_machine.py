@@ -21,6 +21,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.server = Server(
             num_blocks=draw("num_blocks", st.integers(2, 12)),
             block_size=draw("block_size", st.integers(1, 4)),
+            max_length=draw("max_length", st.sampled_from([None, 12, 40])),
             window=draw("window", st.none() | st.integers(1, 9)),
             prefix_caching=draw("prefix_caching", st.booleans()),
             max_sequences=draw("max_sequences", st.integers(3, 12)),
@@ -42,9 +43,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                             salt=salt % self.salts if self.salts else None)
         except ValueError:
             assert self.server.scheduler.stats() == before
-            size, length = self.server.cache.spec.block_size, len(tokens) + max_new_tokens - 1
-            assert (length > self.server.cache.stats().num_blocks * size
-                    or n > self.server.scheduler.max_batch_size)
+            assert n > self.server.scheduler.max_batch_size or self.too_long(len(tokens) + max_new_tokens - 1)
+
+    def too_long(self, length):
+        """Whether no sequence of that length fits: with a window, one token more than it must."""
+        cache = self.server.cache
+        held = length if cache.spec.window is None else min(length, cache.spec.window + cache.spec.block_size)
+        return length > cache.max_length or held > cache.stats().num_blocks * cache.spec.block_size
 
     @precondition(lambda self: self.open is None)
     @rule(count=st.integers(1, 5))

@@ -5,9 +5,9 @@ import functools
 import numpy as np
 from numba import njit, prange, types
 
+from .conversion import read_query, round_bits
 from .machine import SOURCES
-from .memory import as_bits, copy_bytes, load, store
-from .numbers import read_query, round_bits
+from .memory import as_bits, copy_bytes, store
 
 _ZERO = np.float32(0)
 

@@ -17,33 +17,26 @@ of their positions, and no number crosses from one pair to another: a row's resu
 """
 
 import functools
-import math
 
 import numpy as np
-from numba import cfunc, njit, prange, types
+from numba import cfunc, njit, types
 from numba.extending import overload
 
 from ..plan import NUM_QUERIES, PART, PART_STRIDE, POSITION, QUERY, SEQ, START, STOP
-from ..score import LN2, LOG2E, make_score, visible_start, visible_stop
-from ..softmax import NEG_INF, anchor, make_add_sink
+from ..score import LOG2E, make_score
+from ..softmax import NEG_INF
+from .conversion import read_number, read_query, write_query
 from .elementary import exp2, tanh
 from .machine import SOURCES
 from .memory import store
-from .numbers import read_number, read_query, write_query
-from .threads import call_worker, take_unit
+from .threads import take_unit
+from .units import ARGUMENTS, anchor_of, close_row, see_from, see_to
 
 TILE = 32
 """Keys per step of the online softmax: at head_dim 128 a tile in float32 is 16 KiB, half an L1 cache."""
 
 _ZERO = np.float32(0)
-_ONE = np.float32(1)
-_LN2 = np.float32(LN2)
 _LOG2E = np.float32(LOG2E)
-
-see_from = njit(visible_start)
-see_to = njit(visible_stop)
-_anchor = njit(anchor)
-add_sink = njit(make_add_sink(math.exp, math.log), error_model="numpy")
 
 
 @njit(fastmath={"reassoc", "contract"}, error_model="numpy")
@@ -113,23 +106,12 @@ def _soften(scores, out, maximum, total):
         total *= factor
         for d in range(out.size):
             out[d] *= factor
-    base = _anchor(top)
+    base = anchor_of(top)
     for j in range(scores.size):
         scores[j] = exp2(scores[j] - base)
     for j in range(scores.size):
         total += scores[j]
     return top, total
-
-
-@njit(error_model="numpy")
-def close_row(maximum, total, sink, value_scale):
-    """What a row has come to: its lse (natural logarithm), and the factor that its sum of values still lacks."""
-    if total == _ZERO:  # no key was visible
-        return NEG_INF, _ZERO
-    lse, factor = _anchor(maximum) * _LN2 + math.log(total), _ONE
-    if sink != NEG_INF:
-        lse, factor = add_sink(lse, sink)
-    return lse, factor * (value_scale / total)
 
 
 @njit(error_model="numpy")
@@ -174,78 +156,6 @@ def _make_scratch(num_rows, head_dim):
     return (np.empty((num_rows, head_dim), np.float32), np.empty((num_rows, head_dim), np.float32),
             np.empty((num_rows, TILE), np.float32), np.empty((TILE, head_dim), np.float32),
             np.empty(num_rows, np.float32), np.empty(num_rows, np.float32))
-
-
-_FLOATS = types.Array(types.float32, 1, "A", readonly=True)
-_INT32 = types.Array(types.int32, 1, "A", readonly=True)
-
-
-def _integers(count):
-    return types.UniTuple(types.int64, count)
-
-
-ARGUMENTS = (
-    _integers(4),  # q: address, kind, token stride, head stride (all strides in bytes)
-    _integers(5),  # keys: address, block stride, offset stride, head stride, block_size
-    _integers(5),  # values
-    _integers(7),  # outputs: out as q, lse address or 0, token stride, head stride
-    types.Array(types.int32, 2, "A", readonly=True),  # tables [num_seqs, max_blocks]
-    _INT32,  # lengths [num_seqs]
-    types.Array(types.int32, 2, "C", readonly=True),  # items [num_items, 8]
-    _integers(5),  # geometry: num_kv_heads, group, head_dim, the most query tokens of an item, kv heads of a unit
-    types.UniTuple(types.float32, 3),  # factors: of the score before and after the cap, of the values
-    types.Array(types.float32, 1, "C", readonly=True),  # numbers [256] of an 8-bit format
-    _FLOATS,  # slopes [num_q_heads] or empty
-    _FLOATS,  # sinks [num_q_heads] or empty
-    types.Array(types.float32, 3, "C"),  # parts [num_parts, num_q_heads, head_dim]
-    types.Array(types.float32, 2, "C"),  # part_lses [num_parts, num_q_heads]
-    types.int64,  # window
-    types.boolean,  # causal
-    types.Array(types.int64, 1, "C"),  # counter [1]: how many units threads have taken, 0
-)
-
-
-def _bytes(ndim):
-    return types.Array(types.uint8, ndim, "A", readonly=True)
-
-
-@functools.cache
-def load_run():
-    """The function that runs a kernel, given by its address, on a number of threads.
-
-    It takes arrays, as bytes, apart into the addresses and strides of ARGUMENTS, and hands those to the threads.
-    """
-
-    @njit(
-        types.void(
-            types.int64,  # address of the kernel
-            types.int64,  # threads
-            _bytes(3), types.int64,  # q [num_tokens, num_q_heads, bytes], its kind
-            _bytes(4), _bytes(4),  # keys, values [num_blocks, block_size, num_kv_heads, bytes]
-            _bytes(3), types.Array(types.float32, 2, "A"),  # out as q, lse [num_tokens, num_q_heads] or empty
-            types.UniTuple(types.int64, 3),  # head_dim, the most query tokens of an item, units wished for
-            *ARGUMENTS[4:7], *ARGUMENTS[8:-1],
-        ),
-        parallel=True, cache=True, nogil=True,
-    )
-    def run(worker, num_threads, q, q_kind, keys, values, out, lse, sizes, tables, lengths, items, factors, numbers,
-            slopes, sinks, parts, part_lses, window, causal):
-        head_dim, most_queries, num_units = sizes
-        num_heads = keys.shape[2]
-        ranges = min(num_heads, max(1, num_units // max(1, items.shape[0])))
-        geometry = num_heads, q.shape[1] // num_heads, head_dim, most_queries, (num_heads + ranges - 1) // ranges
-        queries = np.int64(q.ctypes.data), q_kind, q.strides[0], q.strides[1]
-        key_pool = np.int64(keys.ctypes.data), keys.strides[0], keys.strides[1], keys.strides[2], keys.shape[1]
-        value_pool = np.int64(values.ctypes.data), values.strides[0], values.strides[1], values.strides[2], keys.shape[1]
-        lse_address = np.int64(lse.ctypes.data) if lse.size else 0
-        outputs = (np.int64(out.ctypes.data), q_kind, out.strides[0], out.strides[1], lse_address, lse.strides[0],
-                   lse.strides[1])
-        counter = np.zeros(1, np.int64)
-        for thread in prange(num_threads):
-            call_worker(worker, (thread, num_threads, queries, key_pool, value_pool, outputs, tables, lengths, items,
-                                 geometry, factors, numbers, slopes, sinks, parts, part_lses, window, causal, counter))
-
-    return run
 
 
 @functools.cache

@@ -88,7 +88,7 @@ class CpuBackend:
         return np.empty(shape, dtype)
 
     def zeros(self, shape, dtype):
-        """An array of zeros.
+        """An array of zeros; NumPy puts large ones on huge pages where the system offers them.
 
         Parameters
         ----------

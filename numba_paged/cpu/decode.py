@@ -20,35 +20,17 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.extending import overload
 
-from ..plan import NUM_QUERIES, PART, PART_STRIDE, POSITION, QUERY, SEQ, START, STOP
-from ..score import LOG2E, make_score
+from ..plan import NUM_QUERIES, POSITION, QUERY, SEQ, START, STOP
+from ..score import make_score
 from ..softmax import NEG_INF
-from .attend import ARGUMENTS, close_row, see_from, see_to
 from .elementary import tanh
 from .machine import SOURCES
-from .memory import store
-from .rows import pack_row, write_row
+from .rows import pack_row
 from .threads import take_unit
 from .tiles import ROWS, TILE, dot_tile, soften_tile, weigh_tile
+from .units import ARGUMENTS, common_keys, find_rows, finish_row, see_from, see_rows
 
 _ZERO = np.float32(0)
-_LOG2E = np.float32(LOG2E)
-
-
-@njit(error_model="numpy")
-def find_rows(table, pool, first, stop, addresses):
-    """The addresses of the rows of the keys from `first` on, for kv head 0; past the last key they repeat it."""
-    address, block_stride, offset_stride, _, block_size = pool
-    block, offset = first // block_size, first % block_size
-    row = address + np.int64(table[block]) * block_stride + offset * offset_stride
-    for j in range(addresses.size):
-        addresses[j] = row
-        if first + j + 1 < stop:
-            offset += 1
-            row += offset_stride
-            if offset == block_size:
-                block, offset = block + 1, 0
-                row = address + np.int64(table[block]) * block_stride
 
 
 def _score_tile(scores, rows, first, positions, sees, slopes, factors, has_cap, has_bias):
@@ -78,145 +60,139 @@ def _score_tile_of(scores, rows, first, positions, sees, slopes, factors, has_ca
     return implementation
 
 
-@njit(error_model="numpy")
-def _common_keys(sees, rows, first, last):
-    """The keys of the tile [first, last) that every one of the rows sees, counted from `first`."""
-    low, high = first, last
-    for row in range(rows):
-        low, high = max(low, sees[row, 0]), min(high, sees[row, 1])
-    return low - first, max(low, high) - first
+def _begin_unit(item, heads, q, group, head_dim, length, window, causal, slopes, scratch, width, kind, is_dot):
+    """Read the query rows of an item for the kv heads [start, stop), and start their softmax from nothing."""
+    raise NotImplementedError("compiled code only")
 
 
-@njit(error_model="numpy")
-def begin_rows(item, head, group, length, window, causal, slopes, positions, sees, row_slopes):
-    """What each query row of an item sees, and its bias, for one kv head."""
-    for row in range(item[NUM_QUERIES] * group):
-        at = np.int64(item[POSITION]) + row // group
-        positions[row] = at
-        sees[row, 0] = see_from(at, window)
-        sees[row, 1] = min(np.int64(item[STOP]), see_to(at, length, causal))
-        row_slopes[row] = slopes[head * group + row % group] * _LOG2E if slopes.size else _ZERO
+@overload(_begin_unit, prefer_literal=True, jit_options={"error_model": "numpy"})
+def _begin_unit_of(item, heads, q, group, head_dim, length, window, causal, slopes, scratch, width, kind, is_dot):
+    if not hasattr(width, "literal_value"):
+        return None
+    lanes, pool, dot = width.literal_value, kind.literal_value, is_dot.literal_value
+
+    def implementation(item, heads, q, group, head_dim, length, window, causal, slopes, scratch, width, kind, is_dot):
+        query, out, state, _, positions, sees, row_slopes = scratch
+        address, q_kind, stride, head_stride = q
+        rows = item[NUM_QUERIES] * group
+        for h in range(heads[1] - heads[0]):
+            head = heads[0] + h
+            see_rows(item, head, group, length, window, causal, slopes, positions, sees, row_slopes[h])
+            query[h], out[h], state[h, :, 0], state[h, :, 1] = _ZERO, _ZERO, NEG_INF, _ZERO
+            for row in range(rows):
+                token, q_head = item[QUERY] + row // group, head * group + row % group
+                pack_row(lanes, pool, dot, q_kind, address + token * stride + q_head * head_stride,
+                         query[h, row // ROWS].ctypes.data, row % ROWS, _tile_rows(rows - row // ROWS * ROWS), head_dim)
+
+    return implementation
+
+
+@njit
+def _tile_rows(rows):
+    """The register tile that the next rows take."""
+    return rows if rows < 3 else ROWS
+
+
+def _attend_tile(first, last, h, head, rows, head_dim, strides, places, fetched, scratch, factors, width, kind, is_dot,
+                 has_cap, has_bias):
+    """Attend the keys [first, last) for all rows of one kv head."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_attend_tile, prefer_literal=True, jit_options={"error_model": "numpy"})
+def _attend_tile_of(first, last, h, head, rows, head_dim, strides, places, fetched, scratch, factors, width, kind, is_dot,
+                    has_cap, has_bias):
+    if not hasattr(width, "literal_value"):
+        return None
+    lanes, pool, dot = width.literal_value, kind.literal_value, is_dot.literal_value
+    cap, bias = has_cap.literal_value, has_bias.literal_value
+
+    def implementation(first, last, h, head, rows, head_dim, strides, places, fetched, scratch, factors, width, kind,
+                       is_dot, has_cap, has_bias):
+        query, out, state, scores, positions, sees, row_slopes = scratch
+        key_rows, value_rows = places[0].ctypes.data, places[1].ctypes.data
+        key_offset, value_offset = head * strides[0], head * strides[1]
+        next_keys, next_values, next_key_offset, next_value_offset = fetched
+        num_keys, out_stride = last - first, out.strides[2]
+        for g in range((rows + ROWS - 1) // ROWS):
+            start, real = g * ROWS, min(ROWS, rows - g * ROWS)
+            count = _tile_rows(real)
+            dot_tile(pool, lanes, dot, count, query[h, g].ctypes.data, key_rows, key_offset, next_keys, next_key_offset,
+                     num_keys, head_dim, scores.ctypes.data)
+            _score_tile(scores, real, first, positions[start:], sees[start:], row_slopes[h, start:], factors, cap, bias)
+            changed = soften_tile(lanes, count, scores.ctypes.data, state[h, g].ctypes.data)
+            low, high = common_keys(sees[start:], real, first, last)
+            if high - low == num_keys:
+                weigh_tile(pool, lanes, count, scores.ctypes.data, value_rows, value_offset, next_values,
+                           next_value_offset, num_keys, head_dim, state[h, g].ctypes.data, changed,
+                           out[h, g].ctypes.data, out_stride)
+            else:  # each row over its own keys: 0 · NaN would spread what is hidden
+                for row in range(real):
+                    low, high = common_keys(sees[start + row:], 1, first, last)
+                    own = places[1, low:].ctypes.data
+                    weigh_tile(pool, lanes, 1, scores[row, low:].ctypes.data, own, value_offset, own, value_offset,
+                               high - low, head_dim, state[h, g, 0, row:].ctypes.data, changed,
+                               out[h, g, row].ctypes.data, out_stride)
+            # the first rows fetched what is read next; for the others it is these same keys
+            next_keys, next_values = key_rows, value_rows
+            next_key_offset, next_value_offset = key_offset, value_offset
+
+    return implementation
+
+
+@njit
+def _make_scratch(num_heads, num_rows, padded):
+    """What a thread needs, once: query rows, out rows, the softmax's state, scores, positions, keys seen, slopes."""
+    groups = (num_rows + ROWS - 1) // ROWS
+    return (np.empty((num_heads, groups, ROWS * padded), np.float32),
+            np.empty((num_heads, groups, ROWS, padded), np.float32),
+            np.empty((num_heads, groups, 3, ROWS), np.float32), np.empty((ROWS, TILE), np.float32),
+            np.empty(num_rows, np.int64), np.empty((num_rows, 2), np.int64), np.empty((num_heads, num_rows), np.float32))
 
 
 @functools.cache
 def load_decode(width, kind, is_dot, has_cap, has_bias):
     """The kernel for a vector width, a format of the pool, the bfloat16 dot and the features in use."""
-
     sources = SOURCES
 
     @cfunc(types.void(types.int64, types.int64, *ARGUMENTS), cache=True, error_model="numpy")
     def decode(thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
                slopes, sinks, parts, part_lses, window, causal, counter):
         sources  # see machine.SOURCES
-        num_heads, group, head_dim, max_queries, heads_per_unit = geometry
-        q_address, q_kind, q_stride, q_head_stride = q
+        num_heads, group, head_dim, max_queries, unit_heads = geometry
         padded = (head_dim + 2 * width - 1) // (2 * width) * (2 * width)
-        max_groups = (max_queries * group + ROWS - 1) // ROWS
-        query = np.empty((heads_per_unit, max_groups, ROWS * padded), np.float32)
-        out = np.empty((heads_per_unit, max_groups, ROWS, padded), np.float32)
-        state = np.empty((heads_per_unit, max_groups, 3, ROWS), np.float32)
-        scores = np.empty((ROWS, TILE), np.float32)
-        places = np.empty((4, TILE), np.int64)
-        positions, sees = np.empty(max_groups * ROWS, np.int64), np.empty((max_groups * ROWS, 2), np.int64)
-        row_slopes = np.empty((heads_per_unit, max_groups * ROWS), np.float32)
-        ranges = (num_heads + heads_per_unit - 1) // heads_per_unit
+        scratch = _make_scratch(unit_heads, max_queries * group, padded)
+        out, state = scratch[1], scratch[2]
+        places, following = np.empty((2, TILE), np.int64), np.empty((2, TILE), np.int64)  # rows of keys, of values
+        ranges = (num_heads + unit_heads - 1) // unit_heads
         unit = take_unit(counter)
         while unit < items.shape[0] * ranges:
-            item = items[unit // ranges]
-            head_start = unit % ranges * heads_per_unit
-            num_unit_heads = min(heads_per_unit, num_heads - head_start)
+            item, start = items[unit // ranges], unit % ranges * unit_heads
+            heads = start, min(start + unit_heads, num_heads)
             rows, table, stop = item[NUM_QUERIES] * group, tables[item[SEQ]], np.int64(item[STOP])
-            groups = (rows + ROWS - 1) // ROWS
-            for h in range(num_unit_heads):
-                begin_rows(item, head_start + h, group, np.int64(lengths[item[SEQ]]), window, causal, slopes,
-                            positions, sees, row_slopes[h])
-                query[h] = _ZERO
-                for row in range(rows):
-                    in_group, g = row % ROWS, row // ROWS
-                    real = min(ROWS, rows - g * ROWS)
-                    source = (q_address + (item[QUERY] + row // group) * q_stride
-                              + ((head_start + h) * group + row % group) * q_head_stride)
-                    pack_row(width, kind, is_dot, q_kind, source, query[h, g].ctypes.data, in_group,
-                             real if real < 3 else ROWS, head_dim)
-                out[h, :groups] = _ZERO
-                state[h, :groups, 0] = NEG_INF
-                state[h, :groups, 1] = _ZERO
+            _begin_unit(item, heads, q, group, head_dim, np.int64(lengths[item[SEQ]]), window, causal, slopes, scratch,
+                        width, kind, is_dot)
             first = max(np.int64(item[START]), see_from(np.int64(item[POSITION]), window))
             if first < stop:
-                find_rows(table, keys, first, stop, places[2])
-                find_rows(table, values, first, stop, places[3])
+                find_rows(table, keys, first, stop, following[0])
+                find_rows(table, values, first, stop, following[1])
             while first < stop:
                 last = min(first + TILE, stop)
-                places[:2] = places[2:]
-                find_rows(table, keys, last if last < stop else first, stop, places[2])
-                find_rows(table, values, last if last < stop else first, stop, places[3])
-                for h in range(num_unit_heads):
-                    this, following = head_start + h, head_start + h + 1
-                    ahead = 0
-                    if h + 1 == num_unit_heads:
-                        following, ahead = head_start, 2
-                    for g in range(groups):
-                        real = min(ROWS, rows - g * ROWS)
-                        count = real if real < 3 else ROWS
-                        if g > 0:  # the first four rows fetched what comes next
-                            following, ahead = this, 0
-                        dot_tile(kind, width, is_dot, count, query[h, g].ctypes.data, places[0].ctypes.data,
-                                 this * keys[3], places[ahead].ctypes.data, following * keys[3], last - first,
-                                 head_dim, scores.ctypes.data)
-                        _score_tile(scores, real, first, positions[g * ROWS:], sees[g * ROWS:],
-                                    row_slopes[h, g * ROWS:], factors, has_cap, has_bias)
-                        changed = soften_tile(width, count, scores.ctypes.data, state[h, g].ctypes.data)
-                        low, high = _common_keys(sees[g * ROWS:], real, first, last)
-                        if high - low == last - first:
-                            weigh_tile(kind, width, count, scores.ctypes.data, places[1].ctypes.data,
-                                       this * values[3], places[ahead + 1].ctypes.data, following * values[3],
-                                       last - first, head_dim, state[h, g].ctypes.data, changed,
-                                       out[h, g].ctypes.data, padded * 4)
-                            continue
-                        for row in range(real):  # each over its own keys: 0 · NaN would spread what is hidden
-                            low, high = _common_keys(sees[g * ROWS + row:], 1, first, last)
-                            weigh_tile(kind, width, 1, scores[row, low:].ctypes.data, places[1, low:].ctypes.data,
-                                       this * values[3], places[1, low:].ctypes.data, this * values[3], high - low,
-                                       head_dim, state[h, g, 0, row:].ctypes.data, changed,
-                                       out[h, g, row].ctypes.data, padded * 4)
+                places[:] = following
+                if last < stop:
+                    find_rows(table, keys, last, stop, following[0])
+                    find_rows(table, values, last, stop, following[1])
+                for head in range(heads[0], heads[1]):
+                    ahead, then = (places, head + 1) if head + 1 < heads[1] else (following, heads[0])
+                    fetched = ahead[0].ctypes.data, ahead[1].ctypes.data, then * keys[3], then * values[3]
+                    _attend_tile(first, last, head - heads[0], head, rows, head_dim, (keys[3], values[3]), places, fetched,
+                                 scratch, factors, width, kind, is_dot, has_cap, has_bias)
                 first = last
-            for h in range(num_unit_heads):
+            for head in range(heads[0], heads[1]):
                 for row in range(rows):
-                    finish_row(width, kind, item, row, head_start + h, group, out[h, row // ROWS, row % ROWS],
-                                state[h, row // ROWS, 0, row % ROWS], state[h, row // ROWS, 1, row % ROWS],
-                                head_dim, factors[2], sinks, outputs, parts, part_lses)
+                    h, g, r = head - heads[0], row // ROWS, row % ROWS
+                    finish_row(item, row, head, group, out[h, g, r], state[h, g, 0, r], state[h, g, 1, r], head_dim,
+                               factors[2], sinks, outputs, parts, part_lses, width, kind)
             unit = take_unit(counter)
 
     return decode
-
-
-def finish_row(width, kind, item, row, head, group, out, maximum, total, head_dim, value_scale, sinks, outputs, parts,
-                part_lses):
-    """Finish a row: to the output, or to the partials if the sequence was split."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(finish_row, prefer_literal=True, jit_options={"error_model": "numpy"})
-def finish_row_of(width, pool_kind, item, row, head, group, out, maximum, total, head_dim, value_scale, sinks, outputs, parts,
-                   part_lses):
-    if not hasattr(width, "literal_value"):
-        return None
-    lanes, pool = width.literal_value, pool_kind.literal_value
-
-    def implementation(width, pool_kind, item, row, head, group, out, maximum, total, head_dim, value_scale, sinks, outputs,
-                       parts, part_lses):
-        address, kind, stride, head_stride, lse_address, lse_stride, lse_head_stride = outputs
-        token, q_head = row // group, head * group + row % group
-        if item[PART] >= 0:
-            part = item[PART] + token * item[PART_STRIDE]
-            lse, factor = close_row(maximum, total, NEG_INF, value_scale)
-            part_lses[part, q_head] = lse
-            write_row(lanes, pool, 0, out.ctypes.data, parts[part, q_head].ctypes.data, factor, head_dim)
-        else:
-            lse, factor = close_row(maximum, total, sinks[q_head] if sinks.size else NEG_INF, value_scale)
-            token += item[QUERY]
-            write_row(lanes, pool, kind, out.ctypes.data, address + token * stride + q_head * head_stride, factor, head_dim)
-            if lse_address:
-                store(lse_address + token * lse_stride + q_head * lse_head_stride, 0, lse)
-
-    return implementation

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 from llvmlite import ir
 
+from .conversion import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, INT8
 from .elementary import emit_exp2
 from .machine import HAS_BYTE_TABLES
-from .numbers import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, INT8
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 HALF, FLOAT = ir.HalfType(), ir.FloatType()

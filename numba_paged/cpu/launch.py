@@ -8,12 +8,13 @@ from ..formats import FORMATS
 from ..plan import NUM_QUERIES
 from ..score import score_factors
 from ..spec import NO_WINDOW
-from .attend import load_attend, load_run
+from .attend import load_attend
+from .conversion import BFLOAT16, FLOAT8_E4M3, FLOAT32, KINDS, NO_TABLE, TABLES
 from .decode import load_decode
 from .machine import HAS_BFLOAT16_DOT, LANES
 from .merge import load_merge
-from .numbers import BFLOAT16, FLOAT8_E4M3, FLOAT32, KINDS, NO_TABLE, TABLES
 from .prefill import load_prefill
+from .units import load_run
 
 PANEL_ROWS = 32
 """Query rows (tokens x heads of a group) of an item from which on the kernel for many rows is the faster one."""
@@ -65,12 +66,14 @@ def attend(q, keys, values, plan, options, out, lse):
 
     Parameters
     ----------
-    q, keys, values, out, lse : array
+    q, keys, values : array
         As there.
     plan : Plan
         Tables, lengths and work.
     options : AttentionOptions
         What this call does.
+    out, lse : array
+        Filled.
     """
     work = plan.work
     num_q_heads, head_dim = q.shape[1:]

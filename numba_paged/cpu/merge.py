@@ -13,15 +13,14 @@ import math
 import numpy as np
 from numba import njit, prange, types
 
-from ..softmax import NEG_INF, anchor
-from .attend import add_sink
+from ..softmax import NEG_INF
+from .conversion import read_query, write_query
 from .machine import SOURCES
 from .memory import load, store
-from .numbers import read_query, write_query
+from .units import add_sink, anchor_of
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
-_anchor = njit(anchor)
 
 
 @njit(error_model="numpy")
@@ -34,7 +33,7 @@ def _merge_row(parts, first, count, head, row, outputs, token, sink):
     top = NEG_INF
     for part in range(count):
         top = max(top, load(np.float32, lse_address + part * lse_part_stride, 0))
-    base, total = _anchor(top), _ZERO
+    base, total = anchor_of(top), _ZERO
     row[:] = _ZERO
     for part in range(count):
         weight = math.exp(load(np.float32, lse_address + part * lse_part_stride, 0) - base)

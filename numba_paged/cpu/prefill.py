@@ -24,15 +24,14 @@ from numba.extending import overload
 from ..plan import NUM_QUERIES, POSITION, QUERY, SEQ, START, STOP
 from ..score import make_score
 from ..softmax import NEG_INF
-from .attend import ARGUMENTS, see_from
-from .decode import begin_rows, find_rows, finish_row
+from .conversion import FLOAT32
 from .elementary import tanh
 from .machine import SOURCES
 from .memory import as_bits
-from .numbers import FLOAT32
 from .panels import multiply_panels, panel_vectors, soften_panel, widen_row
 from .rows import pack_row
 from .threads import take_unit
+from .units import ARGUMENTS, find_rows, finish_row, see_from, see_rows
 
 TILE = 64
 """Keys per step of the online softmax."""
@@ -86,11 +85,100 @@ def _weigh_seen(weights, values, first, last, sees, out):
                 out[row, d] += weight * values[key - first, d]
 
 
+def _read_queries(panel, row, item, head, q, group, head_dim, width, is_dot):
+    """The query rows of an item for one kv head, transposed: a row a column (or, for the dot, pairs of numbers)."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_read_queries, prefer_literal=True, jit_options={"error_model": "numpy"})
+def _read_queries_of(panel, row, item, head, q, group, head_dim, width, is_dot):
+    if not hasattr(width, "literal_value"):
+        return None
+    lanes, dot = width.literal_value, is_dot.literal_value
+
+    def implementation(panel, row, item, head, q, group, head_dim, width, is_dot):
+        address, kind, stride, head_stride = q
+        panel[:] = _ZERO
+        row[:] = _ZERO
+        for r in range(item[NUM_QUERIES] * group):
+            token, q_head = item[QUERY] + r // group, head * group + r % group
+            pack_row(lanes, FLOAT32, dot, kind, address + token * stride + q_head * head_stride, row.ctypes.data, 0, 1,
+                     head_dim)
+            for d in range(panel.shape[0]):
+                panel[d, r] = row[d]
+
+    return implementation
+
+
+def _dot_panel(tile, num_keys, panel, places, offset, key_rows, head_dim, width, kind, is_dot):
+    """Dot products [keys, rows] of the keys whose rows are at `places` + `offset` with all query rows."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_dot_panel, prefer_literal=True, jit_options={"error_model": "numpy"})
+def _dot_panel_of(tile, num_keys, panel, places, offset, key_rows, head_dim, width, kind, is_dot):
+    if not hasattr(width, "literal_value"):
+        return None
+    lanes, pool, dot = width.literal_value, kind.literal_value, is_dot.literal_value
+
+    def implementation(tile, num_keys, panel, places, offset, key_rows, head_dim, width, kind, is_dot):
+        for key in range(places.size):
+            places[key] += offset
+            if not dot:
+                widen_row(lanes, pool, places[key], key_rows[key].ctypes.data, head_dim)
+                places[key] = key_rows[key].ctypes.data
+        stride = tile.shape[1] * 4
+        multiply_panels(lanes, dot, places.ctypes.data, 4, panel.ctypes.data, stride, panel.shape[0], tile.ctypes.data,
+                        stride, num_keys, tile.shape[1], False)
+
+    return implementation
+
+
+def _weigh_panel(out, tile, first, last, sees, hides, places, offset, value_rows, weight_places, head_dim, width, kind):
+    """out += weights^T @ values, the values' rows at `places` + `offset`."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_weigh_panel, prefer_literal=True, jit_options={"error_model": "numpy"})
+def _weigh_panel_of(out, tile, first, last, sees, hides, places, offset, value_rows, weight_places, head_dim, width,
+                    kind):
+    if not hasattr(width, "literal_value"):
+        return None
+    lanes, pool = width.literal_value, kind.literal_value
+
+    def implementation(out, tile, first, last, sees, hides, places, offset, value_rows, weight_places, head_dim, width,
+                       kind):
+        num_keys, stride = last - first, out.shape[1] * 4
+        for key in range(num_keys):
+            widen_row(lanes, pool, places[key] + offset, value_rows[key].ctypes.data, head_dim)
+        if hides and not _all_finite(value_rows[:num_keys]):
+            _weigh_seen(tile, value_rows, first, last, sees, out)
+        else:
+            multiply_panels(lanes, 0, weight_places.ctypes.data, tile.shape[1] * 4, value_rows.ctypes.data, stride,
+                            num_keys, out.ctypes.data, stride, out.shape[0], out.shape[1], True)
+
+    return implementation
+
+
+@njit
+def _rescale(out, factors):
+    for row in range(out.shape[0]):
+        factor = factors[row]
+        for d in range(out.shape[1]):
+            out[row, d] *= factor
+
+
+@njit
+def _make_scratch(rows, padded):
+    """What a thread needs, once: query panel, scores, out, a tile of keys, one of values, the softmax's state."""
+    return (np.empty(rows * padded, np.float32), np.empty(rows * TILE, np.float32), np.empty((rows, padded), np.float32),
+            np.empty((TILE, padded), np.float32), np.zeros((TILE, padded), np.float32), np.empty((3, rows), np.float32))
+
+
 @functools.cache
 def load_prefill(width, kind, is_dot, has_cap, has_bias):
     """The kernel for a vector width, a format of the pool, the bfloat16 dot and the features in use."""
     sources = SOURCES
-    direct = bool(is_dot)
     column = width * panel_vectors(width)
     pair = 2 if is_dot else 1
 
@@ -99,75 +187,41 @@ def load_prefill(width, kind, is_dot, has_cap, has_bias):
                 slopes, sinks, parts, part_lses, window, causal, counter):
         sources  # see machine.SOURCES
         num_heads, group, head_dim, max_queries, _ = geometry
-        q_address, q_kind, q_stride, q_head_stride = q
         padded = (head_dim + 2 * width - 1) // (2 * width) * (2 * width)
         most = (max_queries * group + column - 1) // column * column
-        query = np.empty((padded, most), np.float32)
-        scores = np.empty((TILE, most), np.float32)
-        out = np.empty((most, padded), np.float32)
-        key_rows, value_rows = np.empty((TILE, padded), np.float32), np.zeros((TILE, padded), np.float32)
-        state = np.empty((3, most), np.float32)
-        row = np.empty(padded, np.float32)
+        query, scores, out, key_rows, value_rows, state = _make_scratch(most, padded)
+        row, row_slopes = np.empty(padded, np.float32), np.zeros(most, np.float32)
         positions, sees = np.zeros(most, np.int64), np.zeros((most, 2), np.int64)
-        row_slopes = np.zeros(most, np.float32)
-        places, key_places, weight_places = np.empty(TILE, np.int64), np.empty(TILE, np.int64), np.empty(most, np.int64)
-        for key in range(TILE):
-            key_places[key] = key_rows[key].ctypes.data
+        places, weight_places = np.empty(TILE, np.int64), np.empty(most, np.int64)
+        depth = (head_dim + pair - 1) // pair
         unit = take_unit(counter)
         while unit < items.shape[0] * num_heads:
             item, head = items[unit // num_heads], unit % num_heads
             rows, table, stop = item[NUM_QUERIES] * group, tables[item[SEQ]], np.int64(item[STOP])
             wide = (rows + column - 1) // column * column
-            begin_rows(item, head, group, np.int64(lengths[item[SEQ]]), window, causal, slopes, positions, sees,
-                       row_slopes)
-            panel = query.reshape(padded * most)[:padded * wide].reshape(padded, wide)
-            tile = scores.reshape(TILE * most)[:TILE * wide].reshape(TILE, wide)
-            panel[:] = _ZERO
-            for r in range(rows):
-                source = (q_address + (item[QUERY] + r // group) * q_stride
-                          + (head * group + r % group) * q_head_stride)
-                row[:] = _ZERO
-                pack_row(width, FLOAT32, is_dot, q_kind, source, row.ctypes.data, 0, 1, head_dim)
-                for d in range((head_dim + pair - 1) // pair):
-                    panel[d, r] = row[d]
+            panel, tile = query[:depth * wide].reshape(depth, wide), scores[:TILE * wide].reshape(TILE, wide)
+            see_rows(item, head, group, np.int64(lengths[item[SEQ]]), window, causal, slopes, positions, sees, row_slopes)
+            _read_queries(panel, row, item, head, q, group, head_dim, width, is_dot)
             for r in range(wide):
                 weight_places[r] = tile[0, r:].ctypes.data
-            out[:wide] = _ZERO
-            state[0, :wide] = NEG_INF
-            state[1, :wide] = _ZERO
+            out[:wide], state[0, :wide], state[1, :wide] = _ZERO, NEG_INF, _ZERO
             first = max(np.int64(item[START]), see_from(np.int64(item[POSITION]), window))
             while first < stop:
                 last = min(first + TILE, stop)
-                num_keys = last - first
-                find_rows(table, keys, first, stop, places)
-                for key in range(TILE):
-                    places[key] += head * keys[3]
-                    if not direct:
-                        if key < num_keys:
-                            widen_row(width, kind, places[key], key_rows[key].ctypes.data, head_dim)
-                multiply_panels(width, is_dot, (places if direct else key_places).ctypes.data, 4, panel.ctypes.data,
-                                wide * 4, (head_dim + pair - 1) // pair, tile.ctypes.data, wide * 4, num_keys, wide, False)
                 hides = last > sees[0, 1] or first < sees[rows - 1, 0]
-                _score_panel(tile, num_keys, first, positions, sees, row_slopes, factors, hides, has_cap, has_bias)
-                if soften_panel(width, tile.ctypes.data, num_keys, wide, state[0].ctypes.data, state[1].ctypes.data,
+                find_rows(table, keys, first, stop, places)
+                _dot_panel(tile, last - first, panel, places, head * keys[3], key_rows, head_dim, width, kind, is_dot)
+                _score_panel(tile, last - first, first, positions, sees, row_slopes, factors, hides, has_cap, has_bias)
+                if soften_panel(width, tile.ctypes.data, last - first, wide, state[0].ctypes.data, state[1].ctypes.data,
                                 state[2].ctypes.data):
-                    for r in range(rows):
-                        factor = state[2, r]
-                        for d in range(padded):
-                            out[r, d] *= factor
+                    _rescale(out[:rows], state[2])
                 find_rows(table, values, first, stop, places)
-                for key in range(num_keys):
-                    widen_row(width, kind, places[key] + head * values[3], value_rows[key].ctypes.data, head_dim)
-                if hides and not _all_finite(value_rows[:num_keys]):
-                    _weigh_seen(tile, value_rows, first, last, sees, out[:rows])
-                    first = last
-                    continue
-                multiply_panels(width, 0, weight_places.ctypes.data, wide * 4, value_rows.ctypes.data, padded * 4,
-                                num_keys, out.ctypes.data, padded * 4, rows, padded, True)
+                _weigh_panel(out[:rows], tile, first, last, sees, hides, places, head * values[3], value_rows,
+                             weight_places, head_dim, width, kind)
                 first = last
             for r in range(rows):
-                finish_row(width, FLOAT32, item, r, head, group, out[r], state[0, r], state[1, r], head_dim, factors[2],
-                           sinks, outputs, parts, part_lses)
+                finish_row(item, r, head, group, out[r], state[0, r], state[1, r], head_dim, factors[2], sinks, outputs,
+                           parts, part_lses, width, FLOAT32)
             unit = take_unit(counter)
 
     return prefill

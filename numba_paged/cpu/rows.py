@@ -4,8 +4,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from .conversion import BFLOAT16, FLOAT16, FLOAT32
 from .lanes import FLOAT, HALF, I16, ITEM_BYTES, Lanes, span_order, span_size
-from .numbers import BFLOAT16, FLOAT16, FLOAT32
 
 
 def for_parts(lanes, head_dim, span, body):

@@ -17,7 +17,8 @@ from .errors import Hazard, PtxUnsupported
 from .module import TYPE_BYTES
 from .opcodes import OPCODES
 from .operands import Operands
-from .races import MAX_THREADS, Clocks, Shadow
+from .program import garbage_kept
+from .races import MAX_INSTRUCTIONS, MAX_THREADS, Clocks, Shadow
 from .scheduler import Scheduler
 from .spaces import LOCAL_FIRST, SHARED_FIRST, Window
 from .targets import check_target
@@ -63,6 +64,7 @@ class Options:
 
 
 @lru_cache(maxsize=512)
+@garbage_kept()
 def machine_for(program, options):
     """The machine that runs a program with certain options, decoded once."""
     return Machine(program, options)
@@ -73,14 +75,14 @@ class Machine(Operands, Accesses, Scheduler):
 
     def __init__(self, program, options):
         super().__init__(program)
+        if len(program.instrs) > MAX_INSTRUCTIONS:
+            raise PtxUnsupported(f"{len(program.instrs)} instructions, {MAX_INSTRUCTIONS} at most")
         self.options = options
         self.symbols = {}
         self.global_names = {v.name for v in program.global_variables}
         self._lay_out_variables()
         self.cell_bytes = {space: self._narrowest_access(space) for space in ("shared", "global")}
         self.barrier_results = {}  # pc -> what to do once a bar.red completes
-        self._decode()  # counts how the registers are used
-        self.settle_dtypes()
         self.functions = self._decode()
 
     def _lay_out_variables(self):

@@ -105,6 +105,7 @@ class Instr:
 
     `guard` is None or (operand, negated); `source` the (file, line) of the Python source when compiled with lineinfo;
     `scopes` the numbers of the braces it stands in; `target` the program counter a branch goes to, set by the linker.
+    `name` is the opcode without modifiers, `type` its last modifier: the type that most instructions work in.
     """
 
     op: str
@@ -115,20 +116,9 @@ class Instr:
     source: tuple = None
     scopes: tuple = ()
     target: int = None
-    parts: list = field(init=False)
-
     def __post_init__(self):
         self.parts = self.op.split(".")
-
-    @property
-    def name(self):
-        """The opcode without modifiers."""
-        return self.parts[0]
-
-    @property
-    def type(self):
-        """The last modifier: the type that most instructions work in."""
-        return self.parts[-1]
+        self.name, self.type = self.parts[0], self.parts[-1]
 
     @property
     def place(self):

@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 from .errors import PtxUnsupported
-from .module import TYPE_BYTES, Float, Int, Not, Reg, Sink, Special, Symbol
+from .module import TYPE_BYTES, Address, Float, Int, Not, Reg, Sink, Special, Symbol, Vector
 from .spaces import UNSIGNED
 from .threads import special_register
 
@@ -22,6 +22,7 @@ DTYPE = {
     "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32,
     "f32x2": np.uint64,
 }
+DTYPE = {name: np.dtype(dtype) for name, dtype in DTYPE.items()}
 CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
 
 
@@ -41,9 +42,9 @@ class Operands:
         self._sources = []  # what a slot holds: ("register", name), ("constant", bits), ("special", name), ...
         self._dtypes = []
         self._numbers = {}  # source -> slot
-        self._wanted = Counter()  # (slot, dtype) -> instructions that read or write it so
-        for name, kind in program.registers.items():
-            self._slot(("register", name), np.dtype(DTYPE[kind]))
+        dtypes = _register_dtypes(program)
+        for name in program.registers:
+            self._slot(("register", name), dtypes[name])
 
     def _slot(self, source, dtype):
         number = self._numbers.get(source)
@@ -53,15 +54,6 @@ class Operands:
             self._dtypes.append(dtype)
             self.slots.append(None)
         return number
-
-    def settle_dtypes(self):
-        """Give each register the dtype it is used as most; the readers built so far are void."""
-        best = {}
-        for (number, dtype), count in self._wanted.items():
-            if self._sources[number][0] == "register" and dtype.itemsize == self._dtypes[number].itemsize:
-                best[number] = max(best.get(number, (0, "")), (count, dtype.str))
-        for number, (_, dtype) in best.items():
-            self._dtypes[number] = np.dtype(dtype)
 
     def fill_slots(self):
         """Set every slot for the threads that run now: registers to zero, the rest to their values."""
@@ -83,10 +75,9 @@ class Operands:
     # -- reading ----------------------------------------------------------------
     def slot_of(self, operand, ty):
         """(slot number, its dtype) of an operand read as a PTX type."""
-        dtype = np.dtype(DTYPE[ty])
+        dtype = DTYPE[ty]
         if isinstance(operand, Reg):
             number = self._numbers["register", operand.name]
-            self._wanted[number, dtype] += 1
             return number, self._dtypes[number]
         if isinstance(operand, Special):
             return self._slot(("special", operand.name, dtype), dtype), dtype
@@ -103,7 +94,7 @@ class Operands:
             return lambda act: ~inner(act)
         if isinstance(operand, Special) and operand.name in CLOCKS:
             return lambda act: np.full(act.n, self.stats.steps, DTYPE[ty])
-        wanted = np.dtype(DTYPE[ty])
+        wanted = DTYPE[ty]
         number, dtype = self.slot_of(operand, ty)
         slots = self.slots
         if dtype == wanted:
@@ -120,7 +111,7 @@ class Operands:
 
     def read_parameter(self, name, offset, ty):
         """A reader of a kernel parameter."""
-        number = self._slot(("param", name, offset, np.dtype(DTYPE[ty])), np.dtype(DTYPE[ty]))
+        number = self._slot(("param", name, offset, DTYPE[ty]), DTYPE[ty])
         return lambda act: self.slots[number] if act.index is None else self.slots[number].take(act.index)
 
     def address(self, operand):
@@ -148,9 +139,8 @@ class Operands:
             return lambda act, values: None
         if not isinstance(operand, Reg):
             raise PtxUnsupported(f"destination {operand}")
-        given = np.dtype(DTYPE[ty])
+        given = DTYPE[ty]
         number = self._numbers["register", operand.name]
-        self._wanted[number, given] += 1
         dtype, slots = self._dtypes[number], self.slots
 
         def put(act, values):
@@ -167,11 +157,10 @@ class Operands:
     # -- the shape of most instructions --------------------------------------------
     def compute(self, f, target, target_type, *sources):
         """A closure for target = f(*sources), each source an (operand, type); f must return the target type's dtype."""
-        readers = [self.read(*s) for s in sources]
-        write = self.write(target, target_type)
         direct = [self._direct(*s) for s in sources]
         out = self._direct(target, target_type)
         if None in direct or out is None:
+            readers, write = [self.read(*s) for s in sources], self.write(target, target_type)
             return lambda act: write(act, f(*[r(act) for r in readers]))
         slots = self.slots
         if len(direct) == 1:
@@ -207,7 +196,27 @@ class Operands:
         if isinstance(operand, (Not, Sink)) or (isinstance(operand, Special) and operand.name in CLOCKS):
             return None
         number, dtype = self.slot_of(operand, ty)
-        return number if dtype == np.dtype(DTYPE[ty]) else None
+        return number if dtype == DTYPE[ty] else None
+
+
+def _register_dtypes(program):
+    """The dtype of its width that most instructions want each register in."""
+    wanted = Counter((name, DTYPE[kind]) for name, kind in program.registers.items())
+    for instr in program.instrs:
+        types = [instr.type] * len(instr.operands)
+        if instr.name in ("cvt", "set"):
+            types[0] = instr.parts[-2]
+        for operand, ty in zip(instr.operands, types):
+            if isinstance(operand, Address):
+                operand, ty = operand.base, "b64"
+            for part in operand.items if isinstance(operand, Vector) else [operand]:
+                if isinstance(part, Reg) and ty in DTYPE:
+                    wanted[part.name, DTYPE[ty]] += 1
+    chosen = {name: DTYPE[kind] for name, kind in program.registers.items()}
+    for (name, dtype), count in wanted.items():
+        if dtype.itemsize == chosen[name].itemsize and count > wanted[name, chosen[name]]:
+            chosen[name] = dtype
+    return chosen
 
 
 def constant_bits(operand, dtype):

@@ -1,6 +1,8 @@
 """Link a module into one flat program: calls inlined, names resolved, blocks in reconvergence order."""
 
+import gc
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -34,7 +36,20 @@ class Program:
         return [v for v in self.module.variables.values() if v.space in ("global", "const")]
 
 
+@contextmanager
+def garbage_kept():
+    """Meanwhile no garbage is collected: where all that is made stays, looking for it takes as long as making it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 @lru_cache(maxsize=512)
+@garbage_kept()
 def load_program(text, entry=None):
     """Parse and link PTX text; `entry` names the kernel where the module has several."""
     return reorder(fold_constants(link(parse(text), entry)))
@@ -47,6 +62,41 @@ def link(module, entry=None):
     if entry is not None and entry not in module.entries:
         raise PtxUnsupported(f"no kernel {entry} in the module, which has {module.entries}")
     return _Linker(module, module.functions[entry or module.entries[0]]).program
+
+
+class _Names:
+    """What the names in one function mean: registers and variables, unique in the program by a prefix.
+
+    `alias` maps the function's parameters to the caller's variables.
+    """
+
+    def __init__(self, program, function, prefix, alias):
+        self.program, self.function, self.prefix, self.alias = program, function, prefix, alias
+        self._known = {}
+
+    def resolve(self, o):
+        """An operand with its names replaced."""
+        if isinstance(o, Name):
+            if o not in self._known:
+                self._known[o] = self._meaning(o)
+            return self._known[o]
+        if isinstance(o, Address):
+            return Address(self.resolve(o.base), o.offset)
+        if isinstance(o, Vector):
+            return Vector([self.resolve(x) for x in o.items])
+        if isinstance(o, Pair):
+            return Pair(self.resolve(o.first), self.resolve(o.second))
+        if isinstance(o, Not):
+            return Not(self.resolve(o.operand))
+        return o
+
+    def _meaning(self, o):
+        own = self.prefix + o.name
+        kind = self.function.register_type(o.name)
+        if kind:
+            self.program.registers[own] = kind
+            return Reg(own)
+        return Symbol(self.alias.get(o.name, own if own in self.program.locals else o.name), o.offset)
 
 
 class _Linker:
@@ -65,7 +115,7 @@ class _Linker:
                 instr.target = next(self.labels[n] for n in instr.operands if n in self.labels)
 
     def _emit(self, function, prefix, alias, stack):
-        """Append a function's instructions; `alias` maps its parameters to the caller's variables."""
+        """Append a function's instructions; `stack` has the names of its callers."""
         if function.name in stack:
             raise PtxUnsupported(f"recursive call of {function.name}")
         program = self.program
@@ -74,34 +124,30 @@ class _Linker:
                 program.shared[name] = variable
             elif name not in alias and not (function.entry and variable in function.params):
                 program.locals[prefix + name] = variable
-        end = prefix + "<end>"
+        names, end = _Names(program, function, prefix, alias), prefix + "<end>"
         for item in function.body:
             if isinstance(item, Label):
                 self.labels[prefix + item.name] = len(program.instrs)
             elif item.name == "call":
-                self._call(item, function, prefix, alias, stack)
+                self._call(item, names, (*stack, function.name))
             else:
-                program.instrs.append(self._resolved(item, function, prefix, alias, end if stack else None))
+                program.instrs.append(self._resolved(item, names, end if stack else None))
         self.labels[end] = len(program.instrs)
 
-    def _resolved(self, item, function, prefix, alias, end):
+    def _resolved(self, item, names, end):
         """A copy of an instruction with final names; a device function's `ret` jumps to its `end`."""
-
-        def resolve(o):
-            return self._operand(o, function, prefix, alias)
-
-        guard = (resolve(item.guard[0]), item.guard[1]) if item.guard else None
+        guard = (names.resolve(item.guard[0]), item.guard[1]) if item.guard else None
         op, operands = item.op, item.operands
         if item.name in ("bra", "brx"):
-            label = prefix + operands[0].name
+            label = names.prefix + operands[0].name
             operands = [f"{label}@{number}" for number in reversed(item.scopes)] + [label]
         elif item.name == "ret" and end:
             op, operands = "bra.uni", [end]
         else:
-            operands = [resolve(o) for o in operands]
+            operands = [names.resolve(o) for o in operands]
         return Instr(op, operands, guard, item.line, item.text, item.source)
 
-    def _call(self, item, function, prefix, alias, stack):
+    def _call(self, item, names, stack):
         operands = list(item.operands)
         results = operands.pop(0).items if isinstance(operands[0], Call) else []
         name = operands[0].name
@@ -111,31 +157,8 @@ class _Linker:
             raise PtxUnsupported(f"call of {name} (external, indirect or predicated) at {item.place}")
         self.num_calls += 1
         pairs = [*zip(callee.params, arguments), *zip(callee.returns, results)]
-        inner = {p.name: self._operand(a, function, prefix, alias).name for p, a in pairs}
-        self._emit(callee, f"{prefix}{callee.name[:24]}#{self.num_calls}/", inner, stack + (function.name,))
-
-    def _operand(self, o, function, prefix, alias):
-        """A parsed operand with registers and variables told apart and given unique names."""
-
-        def resolve(inner):
-            return self._operand(inner, function, prefix, alias)
-
-        if isinstance(o, Name):
-            kind = function.register_type(o.name)
-            if kind:
-                self.program.registers[prefix + o.name] = kind
-                return Reg(prefix + o.name)
-            own = prefix + o.name
-            return Symbol(alias.get(o.name, own if own in self.program.locals else o.name), o.offset)
-        if isinstance(o, Address):
-            return Address(resolve(o.base), o.offset)
-        if isinstance(o, Vector):
-            return Vector([resolve(x) for x in o.items])
-        if isinstance(o, Pair):
-            return Pair(resolve(o.first), resolve(o.second))
-        if isinstance(o, Not):
-            return Not(resolve(o.operand))
-        return o
+        alias = {parameter.name: names.resolve(given).name for parameter, given in pairs}
+        self._emit(callee, f"{names.prefix}{callee.name[:24]}#{self.num_calls}/", alias, stack)
 
 
 def fold_constants(program):

@@ -13,7 +13,7 @@ a lane of the same warp whose later clock is known.
 import numpy as np
 from numba import njit
 
-MAX_THREADS = 1 << 15
+MAX_THREADS, MAX_INSTRUCTIONS = 1 << 15, 1 << 16
 _TID, _PC_SHIFT, _CLOCK_SHIFT, _EPOCH_SHIFT = MAX_THREADS - 1, 15, 31, 43
 _MAX_CLOCK = 4095
 _WRITE, _READ = range(2)  # what a cell remembers in `common`

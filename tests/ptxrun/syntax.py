@@ -25,6 +25,7 @@ from .module import (
 )
 
 _NAME = r"[A-Za-z_$%][\w$]*"
+_BRACKET = re.compile(r"[{(\[]")
 _COMMENT = re.compile(r'"[^"]*"|//[^\n]*|/\*.*?\*/', re.S)
 _TOKEN = re.compile(r'"[^"]*"|[\n;{}()\[\]]|[^\n;{}()\[\]"]+')
 _LABEL = re.compile(rf"\s*({_NAME})\s*:(?!:)")
@@ -35,6 +36,8 @@ _SPECIAL = re.compile(
     r"^%(n?tid|n?ctaid|n?clusterid|cluster_n?ctarank|laneid|n?warpid|n?smid|gridid|clock|clock64|clock_hi|"
     r"globaltimer(_lo|_hi)?|lanemask_\w+|dynamic_smem_size|total_smem_size)(\.[xyzw])?$"
 )
+_GUARDED = re.compile(rf"^@(!?)({_NAME})\s+(.*)$")
+_OPCODE = re.compile(r"^([a-z][\w.:]*)\s*(.*)$")
 _ADDRESS = re.compile(r"^\[\s*([\w$%.]+)\s*(?:([+-])\s*(-?\s*\w+)\s*)?\]$")
 _INTEGER = re.compile(r"^([-~]?)\s*(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 _BITS = re.compile(r"^(-?)0(?:[fF]([0-9a-fA-F]{8})|[dD]([0-9a-fA-F]{16}))$")
@@ -48,6 +51,8 @@ def parse(text):
 
 def split_commas(text):
     """The parts between the commas outside of brackets."""
+    if not _BRACKET.search(text):
+        return [part.strip() for part in text.split(",")] if text.strip() else []
     parts, depth, start = [], 0, 0
     for i, char in enumerate(text):
         if char in "{[(":
@@ -82,6 +87,7 @@ class _Parser:
         self.scopes = []  # (number, {name: unique name}) of the open braces inside the function
         self.num_scopes = 0
         self.sources = []  # (PTX line, (file, source line)) in order
+        self.operands = {}  # text -> operand, outside of inner scopes
         self._scan(self._take_lines(_COMMENT.sub(_blank_comment, text)))
 
     def _take_lines(self, text):
@@ -222,9 +228,9 @@ class _Parser:
 
     # -- instructions ---------------------------------------------------------
     def _instruction(self, text, line):
-        guarded = re.match(rf"^@(!?)({_NAME})\s+(.*)$", text)
+        guarded = _GUARDED.match(text)
         guard = (self._operand(guarded.group(2)), guarded.group(1) == "!") if guarded else None
-        m = re.match(r"^([a-z][\w.:]*)\s*(.*)$", guarded.group(3) if guarded else text)
+        m = _OPCODE.match(guarded.group(3) if guarded else text)
         if not m:
             raise PtxUnsupported(f'PTX line {line}: cannot parse "{text}"')
         after = bisect_right(self.sources, line, key=lambda s: s[0])
@@ -233,6 +239,14 @@ class _Parser:
         return Instr(m.group(1), operands, guard, line, text, source, tuple(number for number, _ in self.scopes))
 
     def _operand(self, text):
+        """An operand; outside of inner scopes, the same text is the same operand."""
+        if self.scopes:
+            return self._new_operand(text)
+        if text not in self.operands:
+            self.operands[text] = self._new_operand(text)
+        return self.operands[text]
+
+    def _new_operand(self, text):
         if text == "_":
             return Sink()
         if text[0] in "{(":

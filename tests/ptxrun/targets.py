@@ -1,6 +1,7 @@
 """Which instructions a target has. The PTX ISA says so under "Target ISA Notes"; nvJitLink agrees, see the tests."""
 
 import re
+from functools import cache
 
 from .errors import PtxUnsupported
 
@@ -34,20 +35,26 @@ _NEEDS = [(re.compile(pattern), lowest) for pattern, lowest in _NEEDS]
 _SHARED = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99}  # KiB; 227 elsewhere
 
 
+@cache
+def sm_of(target):
+    """The number in a target such as "sm_90a"; 0 if there is none."""
+    number = re.match(r"sm_(\d+)", target)
+    return int(number.group(1)) if number else 0
+
+
 def max_shared_bytes(target):
     """Shared memory that a block may have on a target (CUDA programming guide, compute capabilities)."""
-    number = re.match(r"sm_(\d+)", target)
-    return _SHARED.get(int(number.group(1)), 227) << 10 if number else 227 << 10
+    return _SHARED.get(sm_of(target), 227) << 10
 
 
+@cache
 def lowest_target(op):
     """The lowest sm that has an opcode, by the first pattern that fits; 0 for all."""
     return next((lowest for pattern, lowest in _NEEDS if pattern.match(op)), 0)
 
 
 def check_target(instr, target):
-    """Raise where the module's target (such as "sm_90a") lacks an instruction."""
-    number = re.match(r"sm_(\d+)", target)
+    """Raise where the module's target lacks an instruction."""
     needed = lowest_target(instr.op)
-    if number and int(number.group(1)) < needed:
+    if 0 < sm_of(target) < needed:
         raise PtxUnsupported(f"{instr.place} needs sm_{needed}, the target is {target}")

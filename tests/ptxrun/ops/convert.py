@@ -28,14 +28,12 @@ def bits_type(size):
 @opcode("mov")
 def move(m, instr, pc):
     target, source = instr.operands
-    if instr.type == "pred":
-        return m.compute(lambda x: x, target, "pred", (source, "pred"))
+    if not isinstance(target, Vector) and not isinstance(source, Vector):
+        return m.compute(lambda x: x, target, instr.type, (source, instr.type))
     size = TYPE_BYTES[instr.type]
     if isinstance(target, Vector):
         return _unpack(m, target.items, source, size)
-    if isinstance(source, Vector):
-        return _pack(m, target, source.items, size)
-    return m.compute(lambda x: x, target, bits_type(size), (source, bits_type(size)))
+    return _pack(m, target, source.items, size)
 
 
 def _unpack(m, targets, source, size):
@@ -175,7 +173,7 @@ def _from_float(m, instr, to, source):
     integral = next((formats.INTEGRAL[p] for p in parts if p in formats.INTEGRAL), None)
     read, write = read_float(m, instr.operands[1], source), m.write(instr.operands[0], to)
     if to not in FLOATS:
-        encode, integral = lambda x: formats.to_integer(x, DTYPE[to]), integral or np.trunc
+        encode, integral = lambda x: formats.to_integer(x, DTYPE[to].type), integral or np.trunc
     else:
         encode = encode_float(to, "rn" if integral else rounding(instr), "satfinite" in parts)
 
@@ -240,14 +238,15 @@ def set_value(m, instr, pc):
     target, x, y = instr.operands
     to, ty = instr.parts[-2:]
     compare = _comparison(instr.parts[1], ty in FLOATS)
-    one = DTYPE[to](1) if to[0] == "f" else ~DTYPE[to](0)
-    return m.compute(lambda x, y: np.where(compare(x, y), one, DTYPE[to](0)), target, to, (x, ty), (y, ty))
+    zero = DTYPE[to].type(0)
+    one = DTYPE[to].type(1) if to[0] == "f" else ~zero
+    return m.compute(lambda x, y: np.where(compare(x, y), one, zero), target, to, (x, ty), (y, ty))
 
 
 @opcode("selp")
 def select(m, instr, pc):
     target, x, y, predicate = instr.operands
-    ty = bits_type(TYPE_BYTES[instr.type])
+    ty = instr.type
     return m.compute(lambda x, y, p: np.where(p, x, y), target, ty, (x, ty), (y, ty), (predicate, "pred"))
 
 

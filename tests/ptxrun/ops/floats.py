@@ -50,7 +50,7 @@ def encode_float(ty, mode="rn", finite=False):
     `mode` is a rounding modifier; `finite` is .satfinite: what is too large becomes the largest finite value.
     """
     if ty in ("f32", "f64"):
-        dtype = np.dtype(DTYPE[ty])
+        dtype = DTYPE[ty]
         return lambda x: formats.narrow(x, dtype, mode) if x.dtype != dtype else x
     if ty == "f32x2":
         return lambda x: x.view(np.uint64)
@@ -118,7 +118,7 @@ def float_arithmetic(m, instr, pc):
         if "ftz" in parts:
             return _float_operation(m, instr, np.abs if name == "abs" else np.negative, sources)
         bits = f"b{8 * TYPE_BYTES[ty]}"
-        sign = DTYPE[bits](_SIGN[ty])
+        sign = DTYPE[bits].type(_SIGN[ty])
         flip = (lambda x: x & ~sign) if name == "abs" else (lambda x: x ^ sign)
         return m.compute(flip, instr.operands[0], bits, (sources[0], bits))
     if name in ("min", "max"):

@@ -62,7 +62,7 @@ def _multiply(m, instr, target, typed):
 
 def high_product(ty):
     """The upper half of the product of two integers of a type."""
-    dtype = np.dtype(DTYPE[ty])
+    dtype = DTYPE[ty]
     if dtype.itemsize < 8:
         wide = np.int64 if dtype.kind == "i" else np.uint64
         shift = wide(8 * dtype.itemsize)
@@ -148,7 +148,7 @@ def shift(m, instr, pc):
     """Shifts by more than the width give 0, or the sign."""
     target, value, amount = instr.operands
     ty = instr.type
-    dtype = np.dtype(DTYPE[ty])
+    dtype = DTYPE[ty]
     bits = 8 * dtype.itemsize
     operator = np.left_shift if instr.name == "shl" else np.right_shift
     fills = instr.name == "shr" and dtype.kind == "i"

@@ -131,7 +131,7 @@ def atomic(m, instr, pc):
     what, ty, update = _atomic_update(instr)
     size = TYPE_BYTES[ty]
     write, reads = m.write(target, ty), [m.read(v, ty) for v in values]
-    dtype, rule = np.dtype(DTYPE[ty]), STORE if what == "exch" else ATOMIC
+    dtype, rule = DTYPE[ty], STORE if what == "exch" else ATOMIC
 
     def access(space, act, addresses, lanes):
         old = np.empty(act.n, dtype)

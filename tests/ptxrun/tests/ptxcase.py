@@ -25,13 +25,8 @@ def kernel(body, params, target="sm_90a", head=""):
 
     `head` comes before the kernel: variables and functions of the module.
     """
-    text = (
-        HEADER.format(target=target)
-        + head
-        + ".visible .entry k("
-        + ", ".join(f".param .u64 {p}" for p in params)
-        + ")\n{\n"
-    )
+    listed = ", ".join(f".param .u64 {p}" for p in params)
+    text = HEADER.format(target=target) + head + f".visible .entry k({listed})\n{{\n"
     text += SCRATCH + "\n" + "".join(f"ld.param.u64 %d{i}, [{p}];\n" for i, p in enumerate(params))
     text += "mov.u32 %r0, %tid.x;\n" + body + "\nret;\n}\n"
     assembles(text, target)

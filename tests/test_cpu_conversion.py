@@ -1,11 +1,11 @@
-"""cpu/numbers.py and cpu/elementary.py: every bit pattern of the small formats, and the elementary functions."""
+"""cpu/conversion.py and cpu/elementary.py: every bit pattern of the small formats, and the elementary functions."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numba import njit
 
-from numba_paged.cpu import elementary, numbers
+from numba_paged.cpu import conversion, elementary
 from numba_paged.cpu.append import FLOATS
 
 UNIT = 2.0**-24
@@ -28,7 +28,7 @@ def exp2(x):
 def round_all(x, mantissa_bits, smallest_exponent):
     out = np.empty(x.size, np.int64)
     for i in range(x.size):
-        out[i] = numbers.round_bits(x[i], mantissa_bits, smallest_exponent)
+        out[i] = conversion.round_bits(x[i], mantissa_bits, smallest_exponent)
     return out
 
 
@@ -40,13 +40,13 @@ def same_floats(got, want):
 
 def test_half_to_float_is_exact_for_every_half():
     bits = np.arange(65536, dtype=np.uint16)
-    same_floats(each(numbers.half_to_float, bits), bits.view(np.float16).astype(np.float32))
+    same_floats(each(conversion.half_to_float, bits), bits.view(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_tables_hold_the_values_of_the_8_bit_formats(name):
     want = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, name, None) or name).astype(np.float32)
-    same_floats(numbers.TABLES[name], want)
+    same_floats(conversion.TABLES[name], want)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
