@@ -17,12 +17,9 @@ from . import decode, prefill
 from .codecs import BFLOAT16, E4M3, E4M3_PORTABLE, E5M2, FLOAT16
 from .compile import Kernel
 from .decode_mma import DecodeMmaSpec, decode_mma_kernel
-from .prefill_mma import NUM_ROWS, PrefillMmaSpec, prefill_mma_kernel
+from .prefill_mma import NUM_ROWS, prefill_mma_kernel
 from .tensor import operand_code
 from .tensor_rows import needs_factors
-
-WIDE = 128
-"""Numbers of a head past which registers are short: of sums of 16 rows in decode, on old devices also in prefill."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +54,8 @@ class Choice:
 
 
 def most_rows(head_dim):
-    """Query rows of an item that `decode_mma` serves with one reading of keys and values."""
-    return 16 if head_dim <= WIDE else 8
-
-
-def _prefill_parts(spec, cc):
-    """Among how many warps `prefill_mma` shares the numbers of a head; 0 if their sums would not fit the registers."""
-    if spec.head_dim <= WIDE or cc >= (9, 0):
-        return 1
-    return 2 if spec.head_dim % 32 == 0 else 0
+    """Query rows that `decode_mma` serves with one reading of keys and values: their sums fill the registers."""
+    return 16 if head_dim <= 128 else 8
 
 
 def _general(spec, num_queries, why):
@@ -101,15 +91,11 @@ def choose(spec, cc, num_queries):
     broken = next((rule for rule in RULES if not rule.holds(spec, cc)), None)
     if broken:
         return _general(spec, num_queries, f"plain cores: {broken.otherwise}")
-    rows, parts = spec.group * num_queries, _prefill_parts(spec, cc)
+    rows = spec.group * num_queries
     if rows == 1:
         return _general(spec, num_queries, "plain cores: one query head reads a key, so that a product has one column")
-    if rows <= most_rows(spec.head_dim) or not parts and num_queries == 1:
-        num_tiles = 2 if 8 < rows <= most_rows(spec.head_dim) else 1
-        kernel = decode_mma_kernel(DecodeMmaSpec(spec, num_tiles))
-        return Choice(kernel, -(-rows // (8 * num_tiles)), f"tensor cores: {rows} query rows are columns of products")
-    if not parts:
-        return _general(spec, num_queries, "plain cores: before compute capability 9.0, the sums of a head_dim past "
-                                           f"{WIDE} that is no multiple of 32 do not fit the registers")
-    kernel = prefill_mma_kernel(PrefillMmaSpec(spec, parts))
+    if rows <= most_rows(spec.head_dim):
+        kernel = decode_mma_kernel(DecodeMmaSpec(spec, -(-rows // 8)))
+        return Choice(kernel, 1, f"tensor cores: {rows} query rows are columns of products")
+    kernel = prefill_mma_kernel(spec)
     return Choice(kernel, -(-rows // NUM_ROWS), f"tensor cores: {rows} query rows are rows of products")

@@ -1,6 +1,8 @@
 """From a kernel to PTX and to a cubin, for any compute capability, without a driver.
 
-The PTX that the tests execute is the text that is assembled here for the GPU.
+Both come out of nvJitLink, from the same intermediate code: the PTX that the tests execute is what it hands to its own
+assembler. Assembling the text instead would give other machine code on compute capability 8: without the knowledge that
+it is the whole program, every shuffle is guarded against divergent warps, which takes registers and even stack.
 """
 
 import gc
@@ -15,6 +17,7 @@ from numba.cuda import dispatcher, types
 from numba.cuda.core.compiler_lock import global_compiler_lock
 
 ENTRY = re.compile(r"^\.visible \.entry ([\w$]+)\(", re.MULTILINE)
+MANGLED = re.compile(rb"\0\.text\.([\w$]+)\0")
 ENVIRONMENT = re.compile(r"^\.common \.global .* _ZN08NumbaEnv\w+;\n", re.MULTILINE)
 """A variable that Numba declares for every function, for interpreters; kernels never use it."""
 
@@ -74,6 +77,37 @@ def _compiling_for(cc):
                 gc.enable()
 
 
+def _intermediate(kernel, cc):
+    """The LTO-IR of a kernel (bytes)."""
+    bounds = (kernel.num_threads, kernel.min_blocks) if kernel.min_blocks else kernel.num_threads
+    with _compiling_for(cc):
+        function = kernel.make(kernel.spec)
+        signature = types.void(*kernel.parameters.values())
+        code, _ = cuda.compile(function, signature, device=False, abi="numba", cc=cc, output="ltoir", launch_bounds=bounds)
+    return code
+
+
+def _link(code, cc, *options):
+    """Optimise and assemble LTO-IR; with the option "-ptx", give the assembler's input instead (bytes)."""
+    options = [f"-arch=sm_{cc[0]}{cc[1]}", "-lto", *options]
+    linker = nvjitlink.create(len(options), options)
+    try:
+        nvjitlink.add_data(linker, nvjitlink.InputType.LTOIR, code, len(code), "kernel")
+        nvjitlink.complete(linker)
+        as_ptx = "-ptx" in options
+        size = (nvjitlink.get_linked_ptx_size if as_ptx else nvjitlink.get_linked_cubin_size)(linker)
+        linked = bytearray(size)
+        (nvjitlink.get_linked_ptx if as_ptx else nvjitlink.get_linked_cubin)(linker, linked)
+    except nvjitlink.nvJitLinkError as error:
+        log = bytearray(nvjitlink.get_error_log_size(linker))
+        nvjitlink.get_error_log(linker, log)
+        raise RuntimeError(f"the kernel cannot be assembled for compute capability {cc[0]}.{cc[1]}: {error} "
+                           f"{log.rstrip(bytes(1)).decode()}") from error
+    finally:
+        nvjitlink.destroy(linker)
+    return bytes(linked)
+
+
 def compile_ptx(kernel, cc):
     """The PTX of a kernel; its entry point is called like the kernel.
 
@@ -87,54 +121,18 @@ def compile_ptx(kernel, cc):
     Returns
     -------
     str
-    """
-    bounds = (kernel.num_threads, kernel.min_blocks) if kernel.min_blocks else kernel.num_threads
-    with _compiling_for(cc):
-        function = kernel.make(kernel.spec)
-        signature = types.void(*kernel.parameters.values())
-        ptx, _ = cuda.compile_ptx(function, signature, cc=cc, launch_bounds=bounds)
-    return ENVIRONMENT.sub("", ptx).replace(ENTRY.search(ptx)[1], kernel.name)
-
-
-def assemble(ptx, cc):
-    """The machine code of PTX.
-
-    Parameters
-    ----------
-    ptx : str
-        What to assemble.
-    cc : (int, int)
-        Compute capability.
-
-    Returns
-    -------
-    bytes
-        A cubin.
 
     Raises
     ------
     RuntimeError
-        If it is refused; the message has the assembler's own.
+        If it cannot be assembled; the message has the assembler's own.
     """
-    text = ptx.encode()
-    linker = nvjitlink.create(1, [f"-arch=sm_{cc[0]}{cc[1]}"])
-    try:
-        nvjitlink.add_data(linker, nvjitlink.InputType.PTX, text, len(text), "kernel")
-        nvjitlink.complete(linker)
-        cubin = bytearray(nvjitlink.get_linked_cubin_size(linker))
-        nvjitlink.get_linked_cubin(linker, cubin)
-    except nvjitlink.nvJitLinkError as error:
-        log = bytearray(nvjitlink.get_error_log_size(linker))
-        nvjitlink.get_error_log(linker, log)
-        raise RuntimeError(f"PTX cannot be assembled for compute capability {cc[0]}.{cc[1]}: {error} "
-                           f"{log.rstrip(bytes(1)).decode()}") from error
-    finally:
-        nvjitlink.destroy(linker)
-    return bytes(cubin)
+    ptx = _link(_intermediate(kernel, cc), cc, "-ptx").rstrip(bytes(1)).decode()
+    return ENVIRONMENT.sub("", ptx).replace(ENTRY.search(ptx)[1], kernel.name)
 
 
 def compile_cubin(kernel, cc):
-    """The machine code of a kernel.
+    """The machine code of a kernel; its entry point is called like the kernel.
 
     Parameters
     ----------
@@ -151,6 +149,9 @@ def compile_cubin(kernel, cc):
     Raises
     ------
     RuntimeError
-        If it cannot be assembled.
+        If it cannot be assembled; the message has the assembler's own.
     """
-    return assemble(compile_ptx(kernel, cc), cc)
+    cubin = _link(_intermediate(kernel, cc), cc)
+    mangled = MANGLED.search(cubin)[1]
+    # the name stands in the tables of names only: a shorter one, closed by zeros, can take its place
+    return cubin.replace(mangled, kernel.name.encode().ljust(len(mangled), bytes(1)))

@@ -13,8 +13,8 @@ from .layout import WARP, TileLayout, tile_layout
 from .memory import load_i32
 from .registers import each, fill, planes_bytes, scale_rows, store_weights
 from .rows import OUTPUTS, make_finish, make_keep_state, make_stage_queries, state_bytes
-from .warp import (F32, I32, INPUTS, NEG_INF, U32, U64, ZERO, make_add_values, make_copy_tile, make_find_rows, make_fold,
-                   make_load_slopes, make_score_tile, unless_hidden, visible_start, zero_tiles)
+from .warp import (F32, I32, INPUTS, NEG_INF, U32, U64, ZERO, make_add_values, make_copy_tile, make_find_rows,
+                   make_fold, make_load_slopes, make_score_tile, unless_hidden, visible_start, zero_tiles)
 
 TILE_BYTES = 4096
 """About what a warp has in flight of keys, and again of values."""
@@ -120,7 +120,7 @@ def make_decode(spec):
         lane = U32(thread % U32(32))
         warp = shuffle_from(U32(thread // U32(32)), U32(0))  # the same in all lanes, and known to be
 
-        shared = shared_address(cuda.shared.array(0, types.uint64))
+        shared = shared_address(cuda.shared.array(0, types.uint64, 16))
         weights_here = U32(shared + U32(weights_at) + warp * U32(weights_bytes))
         ring = U32(shared + U32(ring_at) + warp * U32(ring_bytes))
         if padded:

@@ -154,7 +154,7 @@ def make_decode_mma(spec):
         start, stop = U32(load_i32(item + U64(12))), U32(load_i32(item + U64(16)))
         part, part_step = load_i32(item + U64(20)), U32(load_i32(item + U64(24)))
         position = load_i32(item + U64(28))
-        row_tiles = U32(blocks_x() * U32(group) // num_q_heads)
+        row_tiles = U32(U32(blocks_x() * U32(group)) // num_q_heads)
         kv_head, first_row = U32(block_x() // row_tiles), U32(block_x() % row_tiles * U32(num_rows))
         all_rows = U32(num_queries * I32(group))
         if first_row >= all_rows:

@@ -23,43 +23,25 @@ from .tensor_tiles import (CopyLayout, copy_layout, make_copy_rows, make_find_ro
                            row_pitch)
 from .warp import F32, I32, INPUTS, NEG_INF, U32, U64, ZERO, AttendSpec, tanh
 
-ROW_WARPS = 4
-NUM_ROWS = TILE * ROW_WARPS
+NUM_WARPS = 4
+NUM_ROWS = TILE * NUM_WARPS
 """Query rows of a block: a warp has the 16 rows of a product."""
 
 PARAMETERS = {**INPUTS, **OUTPUTS}
 
 
 @dataclass(frozen=True)
-class PrefillMmaSpec:
-    """What a kernel is compiled for: attention, and among how many warps the numbers of a head are shared.
-
-    With 2 parts, two warps have the same rows; both score them, and each sums one half of the values. That takes half
-    the registers.
-    """
-
-    attend: AttendSpec
-    parts: int = 1
-
-
-@dataclass(frozen=True)
 class PrefillMmaShape:
-    """How a kernel is laid out: warps, tokens of a tile, bytes of shared memory."""
+    """How a kernel is laid out: tokens of a tile, bytes of shared memory."""
 
     copy: CopyLayout
     state: StateLayout
     query_pitch: int
-    num_warps: int
-
-    @property
-    def num_threads(self):
-        """Threads of a block."""
-        return WARP * self.num_warps
 
     @property
     def tokens(self):
         """Tokens of a tile of keys or of values."""
-        return ROW_WARPS * self.copy.tokens
+        return NUM_WARPS * self.copy.tokens
 
     @property
     def tile(self):
@@ -79,18 +61,17 @@ class PrefillMmaShape:
 
 @functools.cache
 def prefill_mma_shape(spec):
-    """The `PrefillMmaShape` of a `PrefillMmaSpec`: tiles of 64 tokens, of 32 for wide heads, for want of registers."""
-    head_dim = spec.attend.head_dim
-    copy = copy_layout(spec.attend, 16 if head_dim <= 128 else 8)
-    spare = 8 if ITEMSIZE[spec.attend.kv_code] == 2 else 16 * (1 - head_dim // 16 % 2)
-    return PrefillMmaShape(copy, StateLayout(head_dim + spare), row_pitch(2 * head_dim), ROW_WARPS * spec.parts)
+    """The `PrefillMmaShape` of an `AttendSpec`: tiles of 64 tokens, of 32 for wide heads, for want of registers."""
+    copy = copy_layout(spec, 16 if spec.head_dim <= 128 else 8)
+    spare = 8 if ITEMSIZE[spec.kv_code] == 2 else 16 * (1 - spec.head_dim // 16 % 2)
+    return PrefillMmaShape(copy, StateLayout(spec.head_dim + spare), row_pitch(2 * spec.head_dim))
 
 
 def make_prefill_mma(spec):
-    """The kernel for a `PrefillMmaSpec`.
+    """The kernel for an `AttendSpec`.
 
     Grid: x = kv head · tiles + tile of `NUM_ROWS` of the item's rows (a row is one query head of one token), (y, z) =
-    item. Block: `ROW_WARPS` warps for each part of the head. Parameters: `PARAMETERS`, strides in bytes::
+    item. Block: `NUM_WARPS` warps. Parameters: `PARAMETERS`, strides in bytes::
 
         stage the rows' queries in shared memory, in 16 bits; a warp has 16 of them
         for each tile of keys that one of the rows sees, all warps together:
@@ -106,27 +87,25 @@ def make_prefill_mma(spec):
 
     Source: FlashAttention-2, arXiv:2307.08691; over pages and with the heads of a group as rows, arXiv:2501.01005.
     """
-    shape, parts, spec = prefill_mma_shape(spec), spec.parts, spec.attend
+    shape = prefill_mma_shape(spec)
     code, head_dim, group, operand = spec.kv_code, spec.head_dim, spec.group, operand_code(spec.kv_code)
-    part_dim, num_warps = head_dim // parts, shape.num_warps
     copy, tokens, copy_tokens, tile_bytes = shape.copy, shape.tokens, shape.copy.tokens, shape.tile
     pitch, query_pitch, row_bytes = row_pitch(copy.row), shape.query_pitch, 4 * shape.state.width
     has_bias, entries, round_tiles = spec.has_bias, copy.entries, WARP // copy.entries
-    num_scores, num_sums = tokens // 2, part_dim // 2
+    num_scores, num_sums = tokens // 2, head_dim // 2
     factors_at, ring_at, tops_at = shape.queries, shape.queries + 4 * NUM_ROWS, NUM_ROWS * row_bytes
     number_bytes, room, totals_after = 16 // ITEMSIZE[code], headroom(code), 4 * NUM_ROWS
-    part_bytes, part_sums = part_dim * ITEMSIZE[code], 4 * part_dim
 
     owners = [0, 0, 1, 1] * (tokens // 8)  # the lane's rows of a score
     over_rows, over_sums = make_spread(owners), make_spread([0, 0, 1, 1] * (num_sums // 4))
     read_entries, find_rows = make_read_entries(spec, copy, tokens), make_find_rows(spec, copy)
     copy_rows = make_copy_rows(copy)
     lane_source, lane_target = make_lane_places(copy)
-    stage_rows = make_stage_rows(spec, NUM_ROWS, num_warps, query_pitch)
+    stage_rows = make_stage_rows(spec, NUM_ROWS, NUM_WARPS, query_pitch)
     position_of, low_of, high_of, slope_of, inner_of = make_row_facts(spec)
     score_of = cuda.jit(device=True)(score.make_score(spec.has_cap, has_bias, tanh))
     fold = make_fold(spec, owners, 1, 4)
-    finish = make_finish(spec, shape.state, NUM_ROWS, group, 1, shape.num_threads)
+    finish = make_finish(spec, shape.state, NUM_ROWS, group, 1, WARP * NUM_WARPS)
     place = cuda.jit(device=True)(fragment_place)
 
     @cuda.jit(device=True)
@@ -136,11 +115,11 @@ def make_prefill_mma(spec):
     @cuda.jit(device=True)
     def keep_state(states, warp, lane, top, total, sums):
         """A warp's rows into shared memory, as `finish` expects them."""
-        row, part = U32(warp % U32(ROW_WARPS) * U32(TILE) + lane // U32(4)), U32(warp // U32(ROW_WARPS))
-        address = U32(states + row * U32(row_bytes) + lane % U32(4) * U32(number_bytes) + part * U32(part_sums))
-        store_rows(code, part_dim, row_bytes, address, sums)
+        row = U32(warp * U32(TILE) + lane // U32(4))
+        address = U32(states + row * U32(row_bytes) + lane % U32(4) * U32(number_bytes))
+        store_rows(code, head_dim, row_bytes, address, sums)
         total = sum_over_lanes(1, 4, total)
-        if part == U32(0) and lane % U32(4) == U32(0):
+        if lane % U32(4) == U32(0):
             at = U32(states + U32(tops_at) + row * U32(4))
             store_shared(FLOAT32, False, at, (top[0] - room,))
             store_shared(FLOAT32, False, U32(at + U32(32)), (top[1] - room,))
@@ -158,7 +137,7 @@ def make_prefill_mma(spec):
         start, stop = U32(load_i32(item + U64(12))), U32(load_i32(item + U64(16)))
         part, part_step = load_i32(item + U64(20)), U32(load_i32(item + U64(24)))
         position = load_i32(item + U64(28))
-        row_tiles = U32(blocks_x() * U32(group) // num_q_heads)
+        row_tiles = U32(U32(blocks_x() * U32(group)) // num_q_heads)
         kv_head, first_row = U32(block_x() // row_tiles), U32(block_x() % row_tiles * U32(NUM_ROWS))
         all_rows = U32(num_queries * I32(group))
         if first_row >= all_rows:
@@ -173,8 +152,7 @@ def make_prefill_mma(spec):
         factors, ring = U32(shared + U32(factors_at)), U32(shared + U32(ring_at))
         stage_rows(shared, factors, q, q_token, q_head, token, head, first_row, num_valid, warp, lane)
         sync_block()
-        row_warp, copies = U32(warp % U32(ROW_WARPS)), warp < U32(ROW_WARPS)
-        row = U32(first_row + row_warp * U32(TILE))
+        row = U32(first_row + warp * U32(TILE))
         rows = U32(row + lane // U32(4)), U32(row + lane // U32(4) + U32(8))
         positions = each(position_of, rows, position)
         low, high = over_rows(each(low_of, positions, start, window)), over_rows(each(high_of, positions, stop))
@@ -189,13 +167,12 @@ def make_prefill_mma(spec):
         table = tables + U64(seq) * U64(table_bytes)
         key_source = lane_source(keys + U64(kv_head) * U64(key_head), key_token, lane)
         value_source = lane_source(values + U64(kv_head) * U64(value_head), value_token, lane)
-        warp_row = U32(row_warp * U32(copy_tokens))
+        warp_row = U32(warp * U32(copy_tokens))
         target = kept(lane_target(U32(ring + warp_row * U32(pitch)), lane))
-        query_row = U32(shared + row_warp * U32(TILE * query_pitch))
+        query_row = U32(shared + warp * U32(TILE * query_pitch))
         query_place = kept(U32(query_row + place(FLOAT16, False, U32(query_pitch), lane)))
         key_place = kept(U32(ring + place(code, True, U32(pitch), lane)))
-        value_part = U32(ring + warp // U32(ROW_WARPS) * U32(part_bytes))
-        value_place = kept(U32(value_part + place(code, False, U32(pitch), lane)))
+        value_place = kept(U32(ring + place(code, False, U32(pitch), lane)))
         pos = U32(start + (first - start) // U32(tokens) * U32(tokens))
         round_pos, slot = U32(pos + warp_row), U32(0)
         blocks = read_entries(table, round_pos, lane, stop)
@@ -204,10 +181,10 @@ def make_prefill_mma(spec):
         top, total, sums = fill(2, NEG_INF), fill(2, ZERO), fill(num_sums, ZERO)
         keys_at, values_at, free_at = U32(0), U32(tile_bytes), U32(2 * tile_bytes)
         where = find_rows(blocks, slot, U32(pos + warp_row), first, stop, lane)
-        if copies and pos < stop:
+        if pos < stop:
             copy_rows(target, key_source, where, key_block, key_token, lane)
         copies_commit()
-        if copies and pos < stop:
+        if pos < stop:
             copy_rows(U32(target + values_at), value_source, where, value_block, value_token, lane)
         copies_commit()
         while pos < stop:
@@ -219,7 +196,7 @@ def make_prefill_mma(spec):
             where = find_rows(blocks, slot, U32(ahead + warp_row), first, stop, lane)
             copies_wait_all_but_one()
             sync_block()  # this tile's keys are here, and the values of the tile before are no longer read
-            if copies and ahead < stop:
+            if ahead < stop:
                 copy_rows(U32(target + free_at), key_source, where, key_block, key_token, lane)
             copies_commit()
             scores = queries_by_keys(code, head_dim, tokens, pitch, query_place, U32(key_place + keys_at))
@@ -235,12 +212,12 @@ def make_prefill_mma(spec):
             weights = pack_rows(operand, weights)
             copies_wait_all_but_one()
             sync_block()  # this tile's values are here, its keys are no longer read
-            if copies and ahead < stop:
+            if ahead < stop:
                 copy_rows(U32(target + keys_at), value_source, where, value_block, value_token, lane)
             copies_commit()
             if any_lane(differ(top_before, top)):
                 sums = multiply(sums, over_sums(decay))
-            sums = add_weights_by_values(sums, code, part_dim, pitch, weights, U32(value_place + values_at))
+            sums = add_weights_by_values(sums, code, head_dim, pitch, weights, U32(value_place + values_at))
             keys_at, values_at, free_at = free_at, keys_at, values_at
             pos = ahead
         copies_wait_all()
@@ -255,6 +232,6 @@ def make_prefill_mma(spec):
 
 @functools.cache
 def prefill_mma_kernel(spec):
-    """The `Kernel` of a `PrefillMmaSpec`."""
-    shape = prefill_mma_shape(spec)
-    return Kernel("prefill_mma", make_prefill_mma, spec, PARAMETERS, shape.num_threads, shape.shared_bytes)
+    """The `Kernel` of an `AttendSpec`."""
+    return Kernel("prefill_mma", make_prefill_mma, spec, PARAMETERS, WARP * NUM_WARPS,
+                  prefill_mma_shape(spec).shared_bytes)

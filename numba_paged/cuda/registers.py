@@ -54,8 +54,8 @@ def each(typingctx, function, *arguments):
         for i in range(count):
             items = [builder.extract_value(v, i) if isinstance(a, types.UniTuple) else v
                      for v, a in zip(values, arguments, strict=True)]
-            casts = [context.cast(builder, v, have, want) for v, have, want in zip(items, item_types, call.args, strict=True)]
-            results.append(implementation(builder, casts))
+            typed = zip(items, item_types, call.args, strict=True)
+            results.append(implementation(builder, [context.cast(builder, v, have, want) for v, have, want in typed]))
         return cgutils.pack_array(builder, results)
 
     star = types.StarArgTuple.from_types(arguments)
@@ -202,7 +202,8 @@ def add_weighted(typingctx, sums, code, width, runs, distance, repeat, values, v
 
     The values of a token are `runs` runs of `width` numbers of format `code`, `distance` bytes apart, in shared memory
     at ``values`` (uint32), `value_step` bytes further for each next one; its weights are what `store_weights` kept in
-    ``weights`` for ``token`` (uint32), `token_step` further for each next one. With `guarded`, weight 0 times anything is nothing.
+    ``weights`` for ``token`` (uint32), `token_step` further for each next one. With `guarded`, weight 0 times anything
+    is nothing.
     """
     numbers = [literal(x) for x in (code, width, runs, distance, repeat, value_step, tokens, token_step, guarded)]
     if None in numbers:

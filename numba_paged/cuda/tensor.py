@@ -137,11 +137,15 @@ def keys_by_queries(typingctx, code, head_dim, num_tiles, pitch, keys, queries):
             yield from zip(words[::2], words[1::2], strict=True)
 
     def codegen(context, builder, sig, args):
-        sums = [[ir.Constant(F32, 0.0)] * 4 for _ in range(tiles)]
+        chains = 2 if tiles == 1 and steps > 1 else 1  # products that wait for each other take four times as long
+        sums = [[ir.Constant(F32, 0.0)] * 4 for _ in range(tiles * chains)]
         rows = _fragments(builder, code_, head_dim_, args[4], 0, False, False)
-        for a, *operands in zip(rows, *(columns(builder, args[5], i) for i in range(tiles)), strict=True):
-            for tile, b in enumerate(operands):
+        operands = zip(rows, *(columns(builder, args[5], i) for i in range(tiles)), strict=True)
+        for step, (a, *tile_operands) in enumerate(operands):
+            for tile, b in enumerate(tile_operands, step % chains):
                 sums[tile] = _mma(builder, _kind(operand_code(code_)), a, b, sums[tile])
+        if chains == 2:
+            sums = [[builder.fadd(x, y) for x, y in zip(*sums, strict=True)]]
         return cgutils.pack_array(builder, [x for tile in sums for x in tile])
 
     return types.UniTuple(f32, 4 * tiles)(code, head_dim, num_tiles, pitch, u32, u32), codegen

@@ -68,14 +68,12 @@ def make_stage_rows(spec, num_rows, num_warps, pitch):
 
     @cuda.jit(device=True)
     def row_factor(factors, source, row, is_valid, lane):
-        factor, inverse = ONE, ONE
-        if is_valid:
-            largest, at = ZERO, lane
-            while at < U32(head_dim):
-                largest = maximum(largest, size(load_global(code, 1, source + U64(at * U32(itemsize)))[0]))
-                at = U32(at + U32(32))
-            (largest,) = max_over_lanes(1, 32, (largest,))
-            factor, inverse = range_factor(largest)
+        largest, at = ZERO, lane
+        while is_valid and at < U32(head_dim):
+            largest = maximum(largest, size(load_global(code, 1, source + U64(at * U32(itemsize)))[0]))
+            at = U32(at + U32(32))
+        (largest,) = max_over_lanes(1, 32, (largest,))
+        factor, inverse = range_factor(largest)
         if lane == U32(0):
             store_shared(FLOAT32, False, U32(factors + row * U32(4)), (inverse,))
         return factor
