@@ -52,8 +52,13 @@ def check_references(pool, sequences, plans, host_blocks):
         _check_counts(host_blocks, sequences.table[held & (states == SWAPPED)], "host block", "swapped out sequences")
 
 
+def _num_reserved(plan):
+    """Positions past its new tokens that a plan has blocks for, of each sequence."""
+    return (plan.lookahead_slots >= 0).sum(axis=1) if plan.lookahead_slots.size else 0
+
+
 def check_plans(sequences, open_plans):
-    """The planned rows are those of the open plans, the leaving ones those that a plan closes.
+    """The planned positions are those of the open plans, the leaving rows those that a plan closes.
 
     Parameters
     ----------
@@ -67,14 +72,18 @@ def check_plans(sequences, open_plans):
     CorruptState
         If they are not.
     """
-    planned = [(plan.seqs % sequences.max_sequences).tolist() for plan in open_plans]
-    for found, expected, what in (
-        (sequences.planned > 0, planned, "planned"),
-        (sequences.states == LEAVING, open_plans.values(), "leaving"),
-    ):
-        found, expected = np.flatnonzero(found).tolist(), sorted(row for rows in expected for row in rows)
-        if found != expected:
-            raise CorruptState(f"the rows that are {what} are {found}, open plans know of {expected}")
+    planned = np.zeros_like(sequences.planned)
+    for plan in open_plans:
+        rows = plan.seqs % sequences.max_sequences
+        planned[rows] += plan.lengths - sequences.lengths[rows] + _num_reserved(plan)
+    wrong = np.flatnonzero(planned != sequences.planned)
+    if wrong.size:
+        row = wrong[0]
+        raise CorruptState(f"sequence {sequences.handles[row]} has {sequences.planned[row]} planned positions, open "
+                           f"plans have {planned[row]}")
+    leaving = sorted(row for rows in open_plans.values() for row in rows)
+    if leaving != np.flatnonzero(sequences.states == LEAVING).tolist():
+        raise CorruptState(f"the rows that are leaving are not those that wait for an open plan: {leaving}")
 
 
 @bare

@@ -11,12 +11,13 @@ from .errors import OutOfBlocks
 from .invariants import check_plans, check_prefixes, check_references
 from .plan import Plan, cut_work
 from .prefix_cache import PrefixCache, truncate_row
-from .sequences import SWAPPED, UNKNOWN, SequenceTables, fork_row, keep_blocks, reparent_rows
+from .sequences import SWAPPED, UNKNOWN, SequenceTables, fork_row, free_row, keep_blocks, reparent_rows
 from .sizing import kv_bytes_per_token, num_blocks_for
 from .spec import NO_WINDOW, AttentionOptions, AttentionSpec
 from .stats import CacheStats, collect
 from .swap import HostPool
 
+_LONGEST = 2**31 - 1
 _NO_TOKENS = np.empty(0, np.int32)
 _ALL_ACCEPTED = np.empty(0, np.int64)
 
@@ -54,7 +55,7 @@ class PagedKVCache:
     max_sequences : int
         How many sequences may live at the same time.
     max_length : int, optional
-        The longest a sequence may grow, in tokens; the pool's size if not given.
+        The longest a sequence may grow, in tokens; if not given the pool's size, or with a window 2**31 - 1.
     num_host_blocks : int
         Blocks of the host's memory that `swap_out` may fill.
 
@@ -97,10 +98,12 @@ class PagedKVCache:
         self.num_layers = int(num_layers)
         self._pool = BlockPool(num_blocks)
         self._sequences = SequenceTables(max_sequences, spec.block_size)
-        capacity = self._pool.num_blocks * spec.block_size
-        self.max_length = capacity if max_length is None else int(max_length)
-        if self.max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {max_length!r}")
+        if max_length is None:
+            capacity = self._pool.num_blocks * spec.block_size
+            max_length = min(capacity, _LONGEST) if spec.window is None else _LONGEST
+        if int(max_length) != max_length or not 1 <= max_length <= _LONGEST:
+            raise ValueError(f"max_length must be a whole number from 1 to {_LONGEST}, got {max_length!r}")
+        self.max_length = int(max_length)
         self._prefixes = PrefixCache(self._pool, spec.block_size, bool(prefix_caching))
         self._window = NO_WINDOW if spec.window is None else spec.window
         self._backend = load_backend(backend) if isinstance(backend, str) else backend
@@ -336,26 +339,29 @@ class PagedKVCache:
         ValueError
             If the sequence is in an open plan other than `after`, or `after` is not open.
         """
-        row = self._sequences.row_of(seq)
+        pool, sequences = self._pool, self._sequences
+        row = sequences.place_of(seq)
+        if after is None and free_row(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, row, seq):
+            sequences.close(row)
+        else:
+            self._free_specially(seq, after)
+
+    def _free_specially(self, seq, after):
+        """Free a sequence that is swapped out or may be in an open plan; or refuse to."""
+        sequences = self._sequences
+        row = sequences.row_of(seq)
         if after is not None:
             self._require_open(after)
-        if self._sequences.planned[row] and (after is None or seq not in after.seqs):
+        if sequences.planned[row] and (after is None or seq not in after.seqs):
             raise ValueError(f"cannot free sequence {seq}: it is in an open plan; commit or roll it back first, or "
                              f"pass it as `after`")
-        swapped = self._sequences.states[row] == SWAPPED
-        self._sequences.retire(row)
+        swapped = sequences.states[row] == SWAPPED
+        sequences.retire(row)
         if swapped:
             self._host.drop(row)
-            self._sequences.close(row)
-        elif after is not None:
-            self._open_plans[after].append(row)
+            sequences.close(row)
         else:
-            self._close_row(row)
-
-    def _close_row(self, row):
-        pool, sequences = self._pool, self._sequences
-        keep_blocks(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, row, 0)
-        sequences.close(row)
+            self._open_plans[after].append(row)
 
     def swap_out(self, seq):
         """Move a sequence's blocks to the host pool, to make room; a block that others share is moved once.
@@ -473,9 +479,8 @@ class PagedKVCache:
         int
             Blocks; compare with `num_available`.
         """
-        survey = self._survey(*self._batch(seqs, num_new, num_lookahead))
-        fits = survey.num_blocks <= self.num_available
-        return survey.num_blocks if fits else survey.num_blocks - survey.num_own
+        num_needed, *_ = self._survey(*self._batch(seqs, num_new, num_lookahead))
+        return num_needed
 
     def plan(self, seqs, num_new=1, num_lookahead=0):
         """Decide one step: take the blocks that the new tokens need, and copy those that must not be written.
@@ -509,13 +514,12 @@ class PagedKVCache:
         place, and with it all cached blocks are evicted.
         """
         batch = self._batch(seqs, num_new, num_lookahead)
-        survey = self._survey(*batch)
-        if survey.num_blocks - survey.num_own > self.num_available:
-            raise OutOfBlocks(f"{survey.num_blocks - survey.num_own} blocks wanted, {self.num_available} of "
-                              f"{self._pool.num_blocks} are available")
+        surveyed = num_needed, num_available, *_ = self._survey(*batch)
+        if num_needed > num_available:
+            raise OutOfBlocks(f"{num_needed} blocks wanted, {num_available} of {self._pool.num_blocks} are available")
         seqs = batch[0]
         query_starts, lengths, block_tables, positions, slots, copies, lookahead_slots = steps.take_batch(
-            self._pool, self._sequences, self._prefixes.index, *batch, self.max_length, self._copied, survey)
+            self._pool, self._sequences, self._prefixes.index, *batch, self.max_length, self._copied, surveyed)
         if copies.size:
             self._copy_blocks(seqs, copies)
         plan = Plan(query_starts, lengths, block_tables, self._cut_work, seqs, positions, slots, copies,
@@ -547,8 +551,8 @@ class PagedKVCache:
     def _batch(self, seqs, num_new, num_lookahead):
         """What the caller gave, as the arrays that a step takes."""
         seqs = batches.handles(seqs, "seqs")
-        if int(num_lookahead) != num_lookahead or num_lookahead < 0:
-            raise ValueError(f"num_lookahead must be a whole number >= 0, got {num_lookahead!r}")
+        if int(num_lookahead) != num_lookahead or not 0 <= num_lookahead <= self.max_length:
+            raise ValueError(f"num_lookahead must be from 0 to max_length {self.max_length}, got {num_lookahead!r}")
         return seqs, batches.new_counts(num_new, seqs.size), int(num_lookahead)
 
     def attend(self, layer, q, k, v, plan, *, alibi_slopes=None, sinks=None, k_scale=1.0, v_scale=1.0, out=None,
@@ -647,8 +651,10 @@ class PagedKVCache:
         self._close_plan(plan)
 
     def _close_plan(self, plan):
+        pool, sequences = self._pool, self._sequences
         for row in self._open_plans.pop(plan):
-            self._close_row(row)
+            keep_blocks(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, row, 0)
+            sequences.close(row)
 
     # ---------------------------------------------------------------- views, statistics, proofs
 

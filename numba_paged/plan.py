@@ -4,7 +4,7 @@ The host decides, a plan carries, a kernel obeys: a backend sees the spec, the p
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -63,11 +63,12 @@ class Work:
     num_parts: int
 
 
-def _nothing(dtype, *shape):
-    return field(default_factory=lambda: np.empty(shape, dtype))
+_NOTHING = {dtype: np.empty(0, dtype) for dtype in (np.int32, np.int64)}
+NO_COPIES = np.empty((0, 2), np.int32)
+NO_SLOTS = np.empty((0, 0), np.int64)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Plan:
     """One step's decisions, immutable: which tokens, where they are written, what they attend.
 
@@ -98,11 +99,17 @@ class Plan:
     lengths: np.ndarray
     block_tables: np.ndarray
     cut: Callable[[np.ndarray, np.ndarray], Work]
-    seqs: np.ndarray = _nothing(np.int64, 0)
-    positions: np.ndarray = _nothing(np.int32, 0)
-    slots: np.ndarray = _nothing(np.int64, 0)
-    copies: np.ndarray = _nothing(np.int32, 0, 2)
-    lookahead_slots: np.ndarray = _nothing(np.int64, 0, 0)
+    seqs: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    copies: np.ndarray
+    lookahead_slots: np.ndarray
+
+    def __init__(self, query_starts, lengths, block_tables, cut, seqs=_NOTHING[np.int64], positions=_NOTHING[np.int32],
+                 slots=_NOTHING[np.int64], copies=NO_COPIES, lookahead_slots=NO_SLOTS):
+        # One update, since nine assignments to a frozen object take as long as planning a batch of fifty.
+        self.__dict__.update(query_starts=query_starts, lengths=lengths, block_tables=block_tables, cut=cut, seqs=seqs,
+                             positions=positions, slots=slots, copies=copies, lookahead_slots=lookahead_slots)
 
     @cached_property
     def work(self):

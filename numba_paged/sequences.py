@@ -76,6 +76,17 @@ def fork_row(blocks, rows, tails, table, parent, child):
 
 
 @bare
+def free_row(blocks, stack, counts, rows, table, row, seq):
+    """Drop the blocks of a row and make its handle one that names no sequence; False if it is not live and settled."""
+    if rows[row, HANDLE] != seq or rows[row, STATE] != LIVE or rows[row, PLANNED]:
+        return False
+    keep_blocks(blocks, stack, counts, rows, table, row, 0)
+    rows[row, HANDLE] += rows.shape[0]
+    rows[row, STATE], rows[row, LENGTH] = FREE, 0
+    return True
+
+
+@bare
 def _share_rows(blocks, rows, table, parents):
     for row in parents:
         for column in range(rows[row, START], rows[row, NUM_BLOCKS]):
@@ -165,7 +176,7 @@ class SequenceTables:
         return row
 
     def retire(self, row):
-        """Make a row's handle one that names no living sequence any more.
+        """Make a row's handle one that names no living sequence any more; its blocks are dropped later.
 
         Parameters
         ----------
@@ -176,15 +187,42 @@ class SequenceTables:
         self.states[row] = LEAVING
 
     def close(self, row):
-        """Take a retired row back; its blocks have been dropped.
+        """Let another sequence have a row whose sequence is gone.
 
         Parameters
         ----------
         row : int
-            The row.
+            The row, without blocks.
         """
         self.states[row], self.lengths[row] = FREE, 0
         self._free_rows.append(row)
+
+    def place_of(self, seq):
+        """The row that a handle's sequence has, if it lives.
+
+        Parameters
+        ----------
+        seq : int
+            Any number.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        TypeError
+            If it is not a whole number.
+        UnknownSequence
+            If it is too large for a handle.
+        """
+        try:
+            seq = operator.index(seq)
+        except TypeError:
+            raise TypeError(f"seq must be a handle, a whole number, got {type(seq).__name__}") from None
+        if not -(2**63) <= seq < 2**63:
+            raise self.unknown(seq)
+        return seq % self.max_sequences
 
     def row_of(self, seq):
         """The row of a living sequence.
@@ -205,10 +243,7 @@ class SequenceTables:
         TypeError
             If it is not a whole number.
         """
-        try:
-            row = operator.index(seq) % self.max_sequences
-        except TypeError:
-            raise TypeError(f"seq must be a handle, a whole number, got {type(seq).__name__}") from None
+        row = self.place_of(seq)
         if self.handles[row] != seq or not LIVE <= self.states[row] <= SWAPPED:
             raise self.unknown(seq)
         return row

@@ -5,12 +5,12 @@ Each is one pass over arrays of handles. `survey_batch` looks at what a plan wou
 The names of the arrays are those of blocks, prefix_cache and sequences.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
-from .blocks import (HAS_HOST, HASH, NEXT, NUM_CACHED, NUM_COPIED, NUM_EVICTED, REFS, UID, drop_block, new_uid)
+from .blocks import (HAS_HOST, HASH, NEXT, NUM_CACHED, NUM_COPIED, NUM_EVICTED, NUM_FREE, REFS, UID, drop_block,
+                     new_uid)
 from .compiled import bare
+from .plan import NO_COPIES, NO_SLOTS
 from .prefix_cache import append_tokens, evict_block, take_block, unpublish_block
 from .sequences import (HANDLE, KNOWN, LENGTH, LIVE, NUM_BLOCKS, PLANNED, STATE, SWAPPED, keep_blocks, num_hidden,
                         slide_window)
@@ -34,7 +34,7 @@ def _refusal(rows, row, seq, count, max_length):
         return TWICE if rows[row, PLANNED] == _MARK else BUSY
     if count < 1:
         return TOO_FEW
-    return TOO_LONG if rows[row, LENGTH] + count > max_length else FINE
+    return TOO_LONG if count > max_length - rows[row, LENGTH] else FINE
 
 
 @bare
@@ -45,8 +45,8 @@ def _tail(rows, table, row, block_size):
 
 
 @bare
-def _survey(blocks, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied):
-    """What a plan would take: (code, sequence, blocks, of these for copies, of these own, tokens, widest row).
+def _survey(blocks, counts, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied):
+    """What a plan would take: (code, sequence, and what `survey_batch` returns).
 
     The sequence is the one that the code is about, the first that cannot be planned. Marks in `copied` which rows must
     copy their last block before they write to it: others hold it too, or it is published (`own`: and no other row holds
@@ -82,21 +82,12 @@ def _survey(blocks, rows, table, seqs, num_new, num_lookahead, max_length, block
             tail = _tail(rows, table, row, block_size)
             blocks[tail, REFS] += 1
             blocks[tail, NEXT] = 0
-    return code, num_rows, num_needed + num_copied, num_copied, num_own, num_tokens, width
-
-
-_NO_COPIES = np.empty((0, 2), np.int32)
-_NO_SLOTS = np.empty((0, 0), np.int64)
-
-
-class Survey(NamedTuple):
-    """What a plan would take."""
-
-    num_blocks: int
-    num_copied: int  # of these, for copies
-    num_own: int  # of these, of a published block that no other sequence holds
-    num_tokens: int
-    width: int  # blocks of the longest sequence
+    num_needed += num_copied
+    num_available = counts[NUM_FREE] + counts[NUM_CACHED]
+    evicts_own = num_needed > num_available and num_own > 0
+    if evicts_own:
+        num_needed, num_copied = num_needed - num_own, num_copied - num_own
+    return code, num_rows, num_needed, num_available, num_copied, evicts_own, num_tokens, width
 
 
 def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copied):
@@ -119,7 +110,14 @@ def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copi
 
     Returns
     -------
-    Survey
+    num_needed, num_available : int
+        Blocks that it takes, and that there are.
+    num_copied : int
+        Of the blocks that it takes, those that are copies.
+    evicts_own : bool
+        Whether the blocks do not suffice if published ones that only their sequence holds are copied.
+    num_tokens, width : int
+        New tokens, and blocks of the longest sequence.
 
     Raises
     ------
@@ -129,14 +127,14 @@ def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copi
         If a sequence is named twice, is swapped out or in an open plan, or a count or a length is out of its range.
     """
     seqs = seqs[: copied.size]  # more than there can be: one of these is named twice
-    code, index, *found = _survey(pool.blocks, sequences.rows, sequences.table, seqs, num_new, num_lookahead,
-                                  max_length, sequences.block_size, copied)
+    code, index, *found = _survey(pool.blocks, pool.counts, sequences.rows, sequences.table, seqs, num_new,
+                                  num_lookahead, max_length, sequences.block_size, copied)
     if code == FINE:
-        return Survey(*found)
+        return found
     seq, count = int(seqs[index]), int(num_new[index if num_new.size > 1 else 0])
     if code == GONE:
         raise sequences.unknown(seq)
-    length = sequences.lengths[seq % sequences.max_sequences] + count
+    length = int(sequences.lengths[seq % sequences.max_sequences]) + count
     raise ValueError({
         AWAY: f"sequence {seq} is swapped out; swap it in first",
         BUSY: f"sequence {seq} is in an open plan; commit or roll it back first",
@@ -170,15 +168,15 @@ def _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies):
 
 
 @bare
-def _write_slots(table, row, first, block_size, slots):
-    """The slots of a row's positions from `first` on."""
+def _write_slots(table, row, first, count, block_size, slots, at):
+    """Write the slots of a row's positions from `first` on to slots[at : at + count]."""
     column = first // block_size
     offset = first - column * block_size
-    for i in range(slots.size):
-        if offset == block_size:
-            column, offset = column + 1, 0
+    for i in range(at, at + count):
         slots[i] = np.int64(table[row, column]) * block_size + offset
         offset += 1
+        if offset == block_size:
+            column, offset = column + 1, 0
 
 
 @bare
@@ -204,7 +202,7 @@ def _take(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_loo
         query_starts[i], lengths[i] = token, length + count
         for j in range(count):
             positions[token + j] = length + j
-        _write_slots(table, row, length, block_size, slots[token : token + count])
+        _write_slots(table, row, length, count, block_size, slots, token)
         token += count
         for column in range(block_tables.shape[1]):
             block_tables[i, column] = table[row, column]
@@ -213,14 +211,14 @@ def _take(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_loo
 
 
 @bare
-def _reserve_slots(table, seqs, lengths, max_length, block_size, slots):
-    """Fill in the slots of the positions after a plan's new tokens, up to `max_length`."""
+def _reserve_slots(table, seqs, lengths, num_lookahead, max_length, block_size, slots):
+    """Write the slots of the positions after a plan's new tokens, up to `max_length`."""
     for i in range(seqs.size):
-        num_slots = min(slots.shape[1], max_length - lengths[i])
-        _write_slots(table, seqs[i] % table.shape[0], lengths[i], block_size, slots[i, :num_slots])
+        num_slots = min(num_lookahead, max_length - lengths[i])
+        _write_slots(table, seqs[i] % table.shape[0], lengths[i], num_slots, block_size, slots, i * num_lookahead)
 
 
-def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length, copied, survey):
+def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length, copied, surveyed):
     """Take what was surveyed and has room.
 
     Parameters
@@ -233,30 +231,28 @@ def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length,
         Of the prefix cache.
     seqs, num_new, num_lookahead, max_length, copied
         As in `survey_batch`.
-    survey : Survey
-        What it found.
+    surveyed : tuple
+        What it returned.
 
     Returns
     -------
     query_starts, lengths, block_tables, positions, slots, copies, lookahead_slots : numpy.ndarray
         As in `Plan`.
     """
+    _, _, num_copied, evicts_own, num_tokens, width = surveyed
     num_seqs, block_size = seqs.size, sequences.block_size
-    sequences.reserve_width(survey.width)
-    table = sequences.table
-    arrays = (np.empty(num_seqs + 1, np.int32), np.empty(num_seqs, np.int32),
-              np.empty((num_seqs, survey.width), np.int32), np.empty(survey.num_tokens, np.int32),
-              np.empty(survey.num_tokens, np.int64))
-    num_copied, lookahead_slots = survey.num_copied, _NO_SLOTS
-    if survey.num_blocks > pool.num_available:
-        _evict_own(pool.blocks, pool.stack, pool.counts, index, sequences.rows, table, seqs, block_size, copied)
-        num_copied -= survey.num_own
-    copies = np.empty((num_copied, 2), np.int32) if num_copied else _NO_COPIES
-    _take(*pool.arrays, index, sequences.rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied,
-         *arrays, copies)
+    sequences.reserve_width(width)
+    rows, table = sequences.rows, sequences.table
+    arrays = (np.empty(num_seqs + 1, np.int32), np.empty(num_seqs, np.int32), np.empty((num_seqs, width), np.int32),
+              np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int64))
+    copies = np.empty((num_copied, 2), np.int32) if num_copied else NO_COPIES
+    lookahead_slots = np.full((num_seqs, num_lookahead), -1, np.int64) if num_lookahead else NO_SLOTS
+    if evicts_own:
+        _evict_own(pool.blocks, pool.stack, pool.counts, index, rows, table, seqs, block_size, copied)
+    _take(*pool.arrays, index, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied, *arrays,
+          copies)
     if num_lookahead:
-        lookahead_slots = np.full((num_seqs, num_lookahead), -1, np.int64)
-        _reserve_slots(table, seqs, arrays[1], max_length, block_size, lookahead_slots)
+        _reserve_slots(table, seqs, arrays[1], num_lookahead, max_length, block_size, lookahead_slots.ravel())
     return *arrays, copies, lookahead_slots
 
 

@@ -62,7 +62,7 @@ class ModelCache:
     def __init__(self, num_blocks, block_size, max_sequences=1024, max_length=None, prefix_caching=True, window=None,
                  num_host_blocks=0):
         self.block_size, self.max_sequences, self.window = block_size, max_sequences, window
-        self.max_length = num_blocks * block_size if max_length is None else max_length
+        self.max_length = max_length or (num_blocks * block_size if window is None else 2**31 - 1)
         self.prefix_caching = prefix_caching
         self.num_free, self.num_host_free = num_blocks, num_host_blocks
         self.sequences, self.open_plans = {}, []
