@@ -117,6 +117,7 @@ class Request:
     stop_tokens: frozenset = frozenset()
     salt: object = None
     samples: list = field(default_factory=list, init=False, repr=False)
+    _scheduler: object = field(default=None, init=False, repr=False)  # the one that it was added to
 
     def __post_init__(self):
         tokens = np.asarray(self.tokens)
@@ -249,7 +250,7 @@ class Scheduler:
         room = (self._num_blocks - 1) * self._block_size - self._window + 1
         self._slides = room > 0
         self._max_chunk = min(self.max_batch_tokens, room) if self._slides else self.max_batch_tokens
-        self._waiting, self._running, self._requests = [], [], set()  # samples by their ranks; requests not finished
+        self._waiting, self._running = [], []  # samples, both in the order of their ranks
         self._step, self._num_added, self._stats = None, 0, SchedulerStats()
 
     def add(self, request):
@@ -270,7 +271,7 @@ class Scheduler:
             If it was added before, or could never run: it is longer than the cache's `max_length`, or than the pool
             even with nobody else there, or has more samples than `max_batch_size`.
         """
-        if request.samples:
+        if request._scheduler is not None:
             raise ValueError("request was added before; every request is added once")
         length = request.tokens.size + request.max_new_tokens - 1  # the last token's keys are never needed
         asked = f"{request.tokens.size} tokens and max_new_tokens {request.max_new_tokens} make {length} to store"
@@ -284,8 +285,7 @@ class Scheduler:
         self.cache.match(request.tokens, request.salt)  # raises where the salt is of no use
         rank = (POLICIES[self.policy](request), self._num_added)
         request.samples = [Sample(request, index, _rank=(*rank, index)) for index in range(request.n)]
-        self._num_added += 1
-        self._requests.add(request)
+        request._scheduler, self._num_added = self, self._num_added + 1
         insort(self._waiting, request.samples[0], key=_rank)
         return request
 
@@ -451,7 +451,6 @@ class Scheduler:
             self._running.remove(sample)
             self._drop(sample)
             if sample.request.finished:
-                self._requests.remove(sample.request)
                 finished.append(sample.request)
 
     def _fork(self, parent, child):
@@ -493,9 +492,8 @@ class Scheduler:
         ValueError
             If it was not added to this scheduler.
         """
-        if request not in self._requests and not request.finished:
+        if request._scheduler is not self:
             raise ValueError("request was not added to this scheduler")
-        self._requests.discard(request)
         self._waiting = [sample for sample in self._waiting if sample.request is not request]
         self._running = [sample for sample in self._running if sample.request is not request]
         for sample in request.samples:

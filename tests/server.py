@@ -40,9 +40,9 @@ class Server:
     def __init__(self, num_blocks, block_size=2, *, window=None, num_host_blocks=0, prefix_caching=True,
                  max_sequences=64, max_length=None, **options):
         spec = npg.AttentionSpec(1, 1, 1, block_size=block_size, kv_dtype="float32", window=window)
-        host = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
         self.cache = npg.PagedKVCache(spec, 1, num_blocks, ArrayBackend(), prefix_caching=prefix_caching,
-                                      max_sequences=max_sequences, max_length=max_length, **host)
+                                      max_sequences=max_sequences, max_length=max_length,
+                                      num_host_blocks=num_host_blocks)
         self.prefix_caching = prefix_caching
         self.scheduler = npg.Scheduler(self.cache, **options)
         self.requests, self.trace = [], []

@@ -55,7 +55,7 @@ MODEL = TinyModel()
 
 def make_cache(num_blocks, window=None, **options):
     spec = npg.AttentionSpec(4, 2, HEAD_DIM, block_size=4, kv_dtype="float32", window=window)
-    return npg.PagedKVCache(spec, NUM_LAYERS, num_blocks, backend="cpu", **options)
+    return npg.PagedKVCache(spec, NUM_LAYERS, num_blocks, backend="cpu", max_length=64, **options)
 
 
 def pick(logits, sample):
@@ -112,16 +112,18 @@ def alone(window, exact):
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("num_host_blocks", [0, 6, 24])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_outputs_are_those_of_each_request_alone(prefix_caching, num_host_blocks, exact):
-    """Preemption of both kinds, prefix hits, eviction, forks and chunks."""
-    host = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
-    cache = make_cache(9, prefix_caching=prefix_caching, **host)
-    scheduler = npg.Scheduler(cache, max_batch_tokens=7, watermark=0, preemption="swap" if host else "recompute")
+@pytest.mark.parametrize("window, num_blocks", [(None, 9), (7, 5)])
+def test_outputs_are_those_of_each_request_alone(window, num_blocks, prefix_caching, num_host_blocks, exact):
+    """Preemption of both kinds, prefix hits, eviction, forks, chunks, and blocks that slide out of a window."""
+    cache = make_cache(num_blocks, window, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
+    preemption = "swap" if num_host_blocks else "recompute"
+    scheduler = npg.Scheduler(cache, max_batch_tokens=7, watermark=0, preemption=preemption)
     together = run_together(scheduler, make_requests(), exact)
-    for key, want in alone(None, exact).items():
+    for key, want in alone(window, exact).items():
         got = together.pop(key)
         assert (got == want) if exact else ([token for token, _ in got] == [token for token, _ in want])
     stats = scheduler.stats()
     assert not together and stats.num_preempted > 0 and cache.stats().num_copied > 0
-    assert (stats.num_swapped > 0) == bool(host)
-    assert cache.num_available == 9
+    assert (stats.num_swapped > 0) == (num_host_blocks > 0)
+    assert (cache.stats().num_hits > 0) == (cache.stats().num_evicted > 0) == prefix_caching
+    assert cache.num_available == num_blocks
