@@ -59,7 +59,7 @@ class Sample:
     def _next(self, count):
         """The next `count` tokens to run."""
         start = self.num_computed - self.request.tokens.size
-        return self.tokens[start : start + count] if start >= 0 else self._known()[self.num_computed :][:count]
+        return self.tokens[start:][:count] if start >= 0 else self._known()[self.num_computed :][:count].tolist()
 
     def _group(self):
         """The samples that its sequence stands for: all of the request's until the prompt is computed, then itself."""
@@ -311,14 +311,15 @@ class Scheduler:
         if not batch:
             return None
         plan = self.cache.plan(*_arrays(batch))
-        tokens, rows, samples = np.empty(plan.num_tokens, np.int32), [], []
-        for (sample, count), start in zip(batch, plan.query_starts.tolist()):
-            tokens[start : start + count] = sample._next(count)
+        tokens, rows, samples = [], [], []
+        for sample, count in batch:
+            tokens += sample._next(count)
             if count == sample.num_pending:
                 group = sample._group()
-                rows += [start + count - 1] * len(group)
+                rows += [len(tokens) - 1] * len(group)
                 samples += group
-        self._step = Step(plan, tokens, [sample for sample, _ in batch], np.array(rows, np.int32), samples)
+        tokens, rows = np.array(tokens, np.int32), np.array(rows, np.int32)
+        self._step = Step(plan, tokens, [sample for sample, _ in batch], rows, samples)
         return self._step
 
     def _grow(self):
