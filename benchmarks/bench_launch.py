@@ -37,8 +37,9 @@ def decode_call(backend, batch, context, group=4):
     q, out = (Array(np.zeros((batch, group * NUM_KV_HEADS, HEAD_DIM), np.float16)) for _ in range(2))
     starts, lengths = np.arange(batch + 1, dtype=np.int32), np.full(batch, context, np.int32)
     tables = np.arange(batch * blocks, dtype=np.int32).reshape(batch, blocks)
-    work = cut_work(starts, lengths, BLOCK_SIZE, NUM_KV_HEADS, backend.tiling(group, 1))
-    plan, options = Plan(starts, lengths, tables, work), AttentionOptions(HEAD_DIM**-0.5)
+    tiling = backend.tiling(group, 1)
+    plan = Plan(starts, lengths, tables, lambda *cut: cut_work(*cut, BLOCK_SIZE, NUM_KV_HEADS, tiling))
+    options = AttentionOptions(HEAD_DIM**-0.5)
 
     def call():
         backend.attend(q, keys, values, plan, options, out, None)

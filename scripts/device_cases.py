@@ -98,7 +98,7 @@ class Ready:
         lengths = np.full(case.batch, case.context, np.int32)
         tiling = self.backend.tiling(case.group, case.num_queries)
         return Plan(query_starts, lengths, self.tables,
-                    cut_work(query_starts, lengths, BLOCK_SIZE, NUM_KV_HEADS, tiling))
+                    lambda starts, lengths: cut_work(starts, lengths, BLOCK_SIZE, NUM_KV_HEADS, tiling))
 
     def attend(self):
         """One attention call through the prepared plan."""

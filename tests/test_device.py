@@ -21,7 +21,10 @@ if ptxrun.missing():
 from cuda_stub import Array, Machine, Status  # noqa: E402
 from numba_paged.cuda import compile, cubin_cache  # noqa: E402
 from numba_paged.cuda.backend import CudaBackend  # noqa: E402
+from numba_paged.cuda.codecs import FLOAT32  # noqa: E402
 from numba_paged.cuda.device import OLDEST, CudaDevice, packed  # noqa: E402
+from numba_paged.cuda.intrinsics import unary_f32  # noqa: E402
+from numba_paged.cuda.memory import store_global  # noqa: E402
 from numba_paged.plan import Plan, cut_work  # noqa: E402
 from numba_paged.spec import AttentionOptions, AttentionSpec  # noqa: E402
 from ptx_device import DeviceArray, PtxDevice  # noqa: E402
@@ -92,9 +95,16 @@ def test_a_kernel_has_the_name_and_bounds_that_it_was_given(cubin):
 
 
 def test_what_the_assembler_says_is_in_the_error():
-    ptx = compile.compile_ptx(scale_kernel(), CC).replace("ld.global", "ld.nowhere")
+    wrong = unary_f32("ex2.nowhere.f32")
+
+    def make(spec):
+        def kernel(target):
+            store_global(FLOAT32, False, target, (wrong(np.float32(1)),))
+
+        return kernel
+
     with pytest.raises(RuntimeError, match=r"capability 9\.0: .*Unknown modifier .\.nowhere"):
-        compile.assemble(ptx, CC)
+        compile.compile_cubin(compile.Kernel("wrong", make, 0, {"target": PARAMETERS["target"]}, NUM_THREADS), CC)
 
 
 def test_numba_still_asks_the_real_device_afterwards(monkeypatch):
@@ -345,10 +355,10 @@ def attend(backend, gpu, num_new=1):
     keys, values = array(80, 16, 2, 64), array(80, 16, 2, 64)
     starts, lengths = np.array([0, 1, 1 + num_new], np.int32), np.array([600, 600], np.int32)
     tables = np.arange(76, dtype=np.int32).reshape(2, 38)
-    work = cut_work(starts, lengths, 16, 2, backend.tiling(4, num_new))
+    plan = Plan(starts, lengths, tables, lambda *cut: cut_work(*cut, 16, 2, backend.tiling(4, num_new)))
     q, k = array(1 + num_new, 8, 64), array(1 + num_new, 2, 64)
     backend.append(k, k, keys, values, np.arange(1 + num_new), 1.0, 1.0)
-    backend.attend(q, keys, values, Plan(starts, lengths, tables, work), AttentionOptions(0.125), array(*q.shape), None)
+    backend.attend(q, keys, values, plan, AttentionOptions(0.125), array(*q.shape), None)
 
 
 def test_calls_run_on_the_gpu_of_the_arrays(gpus):
