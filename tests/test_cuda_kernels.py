@@ -216,11 +216,13 @@ def test_blocks_past_the_reach_of_32_bits(block):
     np.testing.assert_array_equal(got.out, want.out)
 
 
-@pytest.mark.parametrize("shift", [0, 8, 4, 2])
-@pytest.mark.parametrize("attend", [decode_problem, lambda *a: prefill_problem(*a, 3)])
-def test_accesses_are_as_wide_as_the_pool_allows(shift, attend):
+@pytest.mark.parametrize("attend, shift", [
+    (decode_problem, 0), (decode_problem, 8), (decode_problem, 4), (decode_problem, 2),
+    (lambda *a: prefill_problem(*a, 3), 4), (lambda *a: prefill_problem(*a, 3), 2),
+])  # fmt: skip
+def test_accesses_are_as_wide_as_the_pool_allows(attend, shift):
     """Pools whose rows begin `shift` bytes past a multiple of 16 are read in narrower accesses, and read right."""
-    on_ptx = OnPtx()
+    on_ptx = OnPtx((10, 0))
     problem = attend(Shape(2, 1, 64, 16, "float16", "float16"), [40, 7])
     pools = []
     for pool in (problem.keys, problem.values):
@@ -263,14 +265,14 @@ def mark_written(on_ptx, problem):
         on_ptx.device.memory.add(pool, init=written)
 
 
-@pytest.mark.parametrize("kv_dtype, head_dim, block_size", [("float16", 128, 16), ("float8_e4m3fn", 20, 8),
-                                                            ("float32", 96, 17), ("bfloat16", 3, 1)])
-def test_no_unwritten_slot_is_read(on_ptx, kv_dtype, head_dim, block_size):
-    shape = Shape(4, 2, head_dim, block_size, "float16", kv_dtype)
+@pytest.mark.parametrize("kv_dtype, head_dim, block_size, cc", [
+    ("float16", 128, 16, (9, 0)), ("float8_e4m3fn", 20, 8, (8, 0)), ("float32", 96, 17, (10, 0)), ("bfloat16", 3, 1, (9, 0)),
+])  # fmt: skip
+def test_no_unwritten_slot_is_read(kv_dtype, head_dim, block_size, cc):
+    on_ptx, shape = OnPtx(cc), Shape(4, 2, head_dim, block_size, "float16", kv_dtype)
     for problem in (decode_problem(shape, [1, 15, 33, 70]), prefill_problem(shape, [9, 70], [9, 30])):
         mark_written(on_ptx, problem)
         on_ptx.check(problem)
-        on_ptx.check(problem, window=5)
 
 
 @pytest.mark.parametrize("attend, options", [(decode_problem, {}), (lambda *a: prefill_problem(*a, 10), {"causal": False})])
@@ -287,8 +289,9 @@ def test_what_the_window_hides_is_not_read(attend, options):
     on_ptx.check(problem, window=20, **options)
 
 
-def test_a_row_is_not_touched_by_what_only_others_see(on_ptx):
+def test_a_row_is_not_touched_by_what_only_others_see():
     """In one tile of prefill, the values of later tokens and of those behind the window are hidden from some rows."""
+    on_ptx = OnPtx()
     shape = Shape(2, 1, 64, 16, "float16", "float16")
     problem = prefill_problem(shape, [40], 12)
     values = problem.values.copy()
@@ -304,7 +307,8 @@ def test_a_row_is_not_touched_by_what_only_others_see(on_ptx):
 # ------------------------------------------------------------------- append, copies, merges
 
 
-def test_copies_in_a_ring_and_in_a_chain_go_through_spare_blocks(on_ptx):
+def test_copies_in_a_ring_and_in_a_chain_go_through_spare_blocks():
+    on_ptx = OnPtx()
     rng = np.random.default_rng(0)
     keys, values = (normal((2, 7, 4, 2, 10), "bfloat16", rng) for _ in range(2))
     sources, targets = np.array([0, 1, 2, 3, 4, 6], np.int32), np.array([1, 2, 0, 4, 5, 6], np.int32)
@@ -340,14 +344,15 @@ def test_appends_are_as_wide_as_the_arrays_allow():
         assert on_ptx.device.launches[-1].kernel.spec.width == width
 
 
-def test_sinks_are_added_once_however_many_splits(on_ptx):
+def test_sinks_are_added_once_however_many_splits():
+    on_ptx = OnPtx()
     rng = np.random.default_rng(0)
     problem = decode_problem(Shape(6, 2, 64, 16, "float16", "float16"), [200, 40, 0])
     sinks = rng.standard_normal(6).astype(np.float32)
     for split_size in (None, 48, 16):
         on_ptx.check(problem, sinks=sinks, split_size=split_size)
     names = [launch.kernel.name for launch in on_ptx.device.launches]
-    assert names == ["decode", "decode", "merge", "decode", "merge"] or names.count("merge") >= 2
+    assert names == ["decode", "merge"] * 3
 
 
 def test_a_batch_of_both_kinds_is_decoded_and_prefilled():
@@ -357,8 +362,9 @@ def test_a_batch_of_both_kinds_is_decoded_and_prefilled():
     assert [launch.kernel.name for launch in on_ptx.device.launches] == ["decode", "prefill"]
 
 
-def test_groups_beyond_the_rows_of_a_block(on_ptx):
+def test_groups_beyond_the_rows_of_a_block():
     """A group of 70 heads takes two runs of rows in prefill, and eight tiles of heads in decode."""
+    on_ptx = OnPtx()
     on_ptx.check(prefill_problem(Shape(70, 1, 16, 8, "float32", "float16"), [9], 2))
     on_ptx.check(decode_problem(Shape(70, 1, 16, 8, "float32", "float16"), [9, 40]))
 

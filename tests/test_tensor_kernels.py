@@ -17,9 +17,10 @@ from covering import pairwise  # noqa: E402
 from inputs import Shape, decode_problem, prefill_problem  # noqa: E402
 from numba_paged.cuda.choose import choose, most_rows  # noqa: E402
 from numba_paged.cuda.codecs import code_of  # noqa: E402
-from numba_paged.cuda.compile import assemble  # noqa: E402
+from numba_paged.cuda.compile import compile_cubin  # noqa: E402
+from numba_paged.cuda.cubin_cache import kept, kernel_key  # noqa: E402
 from numba_paged.cuda.warp import AttendSpec  # noqa: E402
-from ptx_device import PtxDevice  # noqa: E402
+from ptx_device import ptx_directory  # noqa: E402
 from tensor_launch import attend, check  # noqa: E402
 
 CCS = ((8, 0), (9, 0), (10, 0))
@@ -69,8 +70,8 @@ def prefill_case(row, rows):
     return check(problem, cc, max(1, rows // row["group"]), causal=row["causal"], **options)
 
 
-FEW = ({"cc": (8, 0), "formats": FORMATS[0], "group": 4, "head_dim": 128, "block_size": 16, "layout": "NHD", "options": "none",
-        "split_size": None, "causal": True},
+FEW = ({"cc": (8, 0), "formats": FORMATS[0], "group": 4, "head_dim": 128, "block_size": 16, "layout": "NHD",
+        "options": "none", "split_size": None, "causal": True},
        {"cc": (10, 0), "formats": FORMATS[4], "group": 12, "head_dim": 80, "block_size": 24, "layout": "HND",
         "options": "all", "split_size": 64, "causal": True},
        {"cc": (9, 0), "formats": FORMATS[1], "group": 7, "head_dim": 192, "block_size": 64, "layout": "joint",
@@ -145,7 +146,7 @@ def test_far_blocks():
     np.testing.assert_array_equal(got, attend(near)[0])
 
 
-# ------------------------------------------------------------------------------------------------------------------ budgets
+# -------------------------------------------------------------------------------------------------------------- budgets
 
 
 @functools.cache
@@ -209,7 +210,7 @@ def test_prefill_traffic(window):
     assert stats.by_buffer["keys"].loaded == stats.by_buffer["values"].loaded == seen.sum() * 64 * 2
 
 
-# ------------------------------------------------------------------------------------------------------------- machine code
+# --------------------------------------------------------------------------------------------------------- machine code
 
 
 def spec_of(q="float16", kv="float16", head_dim=128, group=4, block_size=16, copy_bytes=16, cc=(9, 0), **flags):
@@ -219,7 +220,8 @@ def spec_of(q="float16", kv="float16", head_dim=128, group=4, block_size=16, cop
 def fits(spec, cc, num_queries):
     """A kernel spills nothing, and its resident warps keep enough bytes on their way."""
     kernel = choose(spec, cc, num_queries).kernel
-    used = cubin.resources(assemble(PtxDevice(cc).ptx(kernel), cc), kernel.name)
+    code = kept(ptx_directory() / f"{kernel_key(kernel, cc)}.cubin", lambda: compile_cubin(kernel, cc))
+    used = cubin.resources(code, kernel.name)
     assert (used.stack, used.local) == (0, 0)
     blocks = cubin.resident_blocks(cc, used.registers, kernel.num_threads, kernel.shared_bytes)
     row = spec.head_dim * (2 if spec.kv_code in (code_of("float16"), code_of("bfloat16")) else 1)
@@ -252,7 +254,7 @@ def test_machine_code_matrix(cc, formats, head_dim, flags):
         fits(spec_of(q, kv, head_dim, group, cc=cc, **flags), cc, num_queries)
 
 
-# ----------------------------------------------------------------------------------------------------------------- the choice
+# ----------------------------------------------------------------------------------------------------------- the choice
 
 TABLE = [  # facts of a spec, query tokens, the kernel, a word of the reason
     ({}, 1, "decode_mma", "columns"),

@@ -6,22 +6,21 @@ from dataclasses import dataclass
 from numba import cuda
 from numba.cuda import types
 
-from .. import score
 from .codecs import FLOAT32
 from .compile import Kernel
-from .intrinsics import (block_x, block_y, block_z, blocks_x, blocks_y, copies_commit, copies_wait_all,
-                         copies_wait_all_but_one, shared_address, shuffle_from, sync_block, sync_warp, thread_index)
+from .intrinsics import (block_y, block_z, blocks_y, copies_commit, copies_wait_all, copies_wait_all_but_one,
+                         shared_address, shuffle_from, sync_block, sync_warp, thread_index)
 from .layout import WARP
-from .memory import load_i32, store_shared
+from .memory import store_shared
 from .registers import count_up, each, fill, sum_over_lanes
 from .rows import OUTPUTS, make_finish, state_bytes
 from .tensor import (TILE, add_values_by_weights, any_lane, differ, fragment_place, kept, keys_by_queries, make_spread,
-                     multiply, pack_columns)
-from .tensor_rows import (StateLayout, distance_of, headroom, make_fold, make_row_facts, make_stage_rows, operand_code,
-                          store_columns, unless_outside)
-from .tensor_tiles import (CopyLayout, copy_layout, make_copy_rows, make_find_rows, make_lane_places,
-                           make_read_entries, row_pitch)
-from .warp import F32, I32, INPUTS, NEG_INF, U32, U64, ZERO, AttendSpec, tanh
+                     multiply, operand_code, pack_columns)
+from .tensor_rows import (StateLayout, headroom, make_block_rows, make_finish_scores, make_fold, make_row_facts,
+                          make_stage_rows, read_item, store_columns)
+from .tensor_tiles import (CopyLayout, copy_layout, make_copy_rows, make_find_rows, make_lane_places, make_read_entries,
+                           row_pitch)
+from .warp import INPUTS, NEG_INF, U32, U64, ZERO, AttendSpec
 
 PARAMETERS = {**INPUTS, **OUTPUTS}
 
@@ -103,9 +102,8 @@ def make_decode_mma(spec):
     code, head_dim, group, operand = attend.kv_code, attend.head_dim, attend.group, operand_code(attend.kv_code)
     copy, num_tiles, num_rows, num_warps = shape.copy, shape.num_tiles, shape.num_rows, shape.num_warps
     pitch, query_pitch, tile_bytes = row_pitch(copy.row), shape.query_pitch, shape.tile
-    causal, has_window, has_bias = attend.causal, attend.has_window, attend.has_bias
-    num_columns, num_sums, entries = 2 * num_tiles, head_dim // TILE * 4 * num_tiles, copy.entries
-    round_tiles, step = WARP // copy.entries, TILE * shape.num_warps
+    num_columns, num_sums = 2 * num_tiles, head_dim // TILE * 4 * num_tiles
+    step = TILE * shape.num_warps
     factors_at, rings_at = shape.queries, shape.queries + 32 * num_tiles
     num_states = num_rows * num_warps
     tops_at = num_states * 4 * shape.state.width
@@ -113,17 +111,22 @@ def make_decode_mma(spec):
     row_bytes = 4 * shape.state.width
 
     owners = [2 * (i // 4) + i % 2 for i in range(4 * num_tiles)]  # the lane's columns of a score and of a sum
-    over_columns, over_sums = make_spread(owners), make_spread(owners * (head_dim // TILE))
-    over_keys = make_spread([i % 4 // 2 for i in range(4 * num_tiles)])
-    read_entries, find_rows = make_read_entries(attend, copy, step), make_find_rows(attend, copy)
-    copy_rows = make_copy_rows(copy)
+    over_sums = make_spread(owners * (head_dim // TILE))
+    first_entries, next_entries = make_read_entries(attend, copy, step)
+    find_rows, copy_rows = make_find_rows(attend, copy), make_copy_rows(copy)
     lane_source, lane_target = make_lane_places(copy)
     stage_rows = make_stage_rows(attend, num_rows, num_warps, query_pitch)
-    position_of, low_of, high_of, slope_of, inner_of = make_row_facts(attend)
-    score_of = cuda.jit(device=True)(score.make_score(attend.has_cap, has_bias, tanh))
+    row_facts, limits = make_row_facts(attend, owners)
+    block_rows = make_block_rows(group, num_rows)
     fold = make_fold(attend, owners, 4, 32)
     finish = make_finish(attend, shape.state, num_rows, group, num_warps, shape.num_threads)
     place = cuda.jit(device=True)(fragment_place)
+
+    @cuda.jit(device=True)
+    def token_of(element, base):
+        return U32(base + element % U32(4) // U32(2) * U32(8))
+
+    finish_scores = make_finish_scores(attend, token_of, 4 * num_tiles)
 
     @cuda.jit(device=True)
     def row_of_column(column, first_row, lane):
@@ -149,18 +152,11 @@ def make_decode_mma(spec):
         number = U32(block_z() * blocks_y() + block_y())
         if number >= num_items:
             return
-        item = items + U64(number) * U64(32)
-        seq, token, num_queries = U32(load_i32(item)), U32(load_i32(item + U64(4))), load_i32(item + U64(8))
-        start, stop = U32(load_i32(item + U64(12))), U32(load_i32(item + U64(16)))
-        part, part_step = load_i32(item + U64(20)), U32(load_i32(item + U64(24)))
-        position = load_i32(item + U64(28))
-        row_tiles = U32(U32(blocks_x() * U32(group)) // num_q_heads)
-        kv_head, first_row = U32(block_x() // row_tiles), U32(block_x() % row_tiles * U32(num_rows))
-        all_rows = U32(num_queries * I32(group))
-        if first_row >= all_rows:
+        seq, token, num_queries, start, stop, part, part_step, position = read_item(items, number)
+        kv_head, first_row, num_valid = block_rows(num_queries, num_q_heads)
+        if num_valid == U32(0):
             return
-        num_valid = U32(min(U32(num_rows), U32(all_rows - first_row)))
-        head = U32(kv_head * U32(group))
+        token, start, stop, head = U32(token), U32(start), U32(stop), U32(kv_head * U32(group))
         thread = thread_index()
         lane = U32(thread % U32(32))
         warp = shuffle_from(U32(thread // U32(32)), U32(0))  # the same in all lanes, and known to be
@@ -172,16 +168,9 @@ def make_decode_mma(spec):
         sync_block()
         queries = kept(U32(shared + lane % U32(8) * U32(query_pitch) + lane // U32(8) * U32(16)))
         rows = each(row_of_column, count_up(num_columns), first_row, lane)
-        positions = each(position_of, rows, position)
-        low, high = over_columns(each(low_of, positions, start, window)), over_columns(each(high_of, positions, stop))
-        slope = over_columns(each(slope_of, rows, slopes, head)) if has_bias else ZERO
-        factor = over_columns(each(inner_of, rows, first_row, factors, inner))
-        positions = over_columns(positions)
-        earliest = position_of(first_row, position)
-        latest = position_of(U32(first_row + num_valid - U32(1)), position)
-        first, all_low = low_of(earliest, start, window), low_of(latest, start, window)
-        stop, all_high = high_of(latest, stop), high_of(earliest, stop)
-
+        facts = row_facts(rows, first_row, position, start, stop, window, factors, inner, slopes, head)
+        last_row = U32(first_row + num_valid - U32(1))
+        first, stop, all_low, all_high = limits(first_row, last_row, position, start, stop, window)
         table = tables + U64(seq) * U64(table_bytes)
         key_source = lane_source(keys + U64(kv_head) * U64(key_head), key_token, lane)
         value_source = lane_source(values + U64(kv_head) * U64(value_head), value_token, lane)
@@ -189,46 +178,31 @@ def make_decode_mma(spec):
         key_place = kept(U32(ring + U32(place(code, False, U32(pitch), lane))))
         value_place = kept(U32(ring + U32(place(code, True, U32(pitch), lane))))
         pos = U32(start + (first - start) // U32(TILE) * U32(TILE) + warp * U32(TILE))
-        blocks = read_entries(table, pos, lane, stop)
-        round_pos, slot = U32(pos + U32(round_tiles * step)), U32(0)
-        next_blocks = read_entries(table, round_pos, lane, stop)
+        entries = first_entries(table, pos, lane, stop)
+        where = find_rows(entries, pos, first, stop, lane)
         top, total, sums = fill(num_columns, NEG_INF), fill(num_columns, ZERO), fill(num_sums, ZERO)
         keys_at, values_at, free_at = U32(0), U32(tile_bytes), U32(2 * tile_bytes)
-        where = find_rows(blocks, slot, pos, first, stop, lane)
-        if pos < stop:
-            copy_rows(target, key_source, where, key_block, key_token, lane)
+        copy_rows(pos < stop, target, key_source, where, key_block, key_token, lane)
         copies_commit()
-        if pos < stop:
-            copy_rows(U32(target + values_at), value_source, where, value_block, value_token, lane)
+        copy_rows(pos < stop, U32(target + values_at), value_source, where, value_block, value_token, lane)
         copies_commit()
         while pos < stop:
             ahead = U32(pos + U32(step))
-            slot = U32(slot + U32(entries))
-            if slot == U32(32):
-                slot, blocks, round_pos = U32(0), next_blocks, U32(round_pos + U32(round_tiles * step))
-                next_blocks = read_entries(table, round_pos, lane, stop)
-            where = find_rows(blocks, slot, ahead, first, stop, lane)
+            entries = next_entries(entries, table, lane, stop)
+            where = find_rows(entries, ahead, first, stop, lane)
             copies_wait_all_but_one()
             sync_warp()  # this tile's keys are here, and the values of the tile before are no longer read
-            if ahead < stop:
-                copy_rows(U32(target + free_at), key_source, where, key_block, key_token, lane)
+            copy_rows(ahead < stop, U32(target + free_at), key_source, where, key_block, key_token, lane)
             copies_commit()
-            scores = keys_by_queries(code, head_dim, num_tiles, query_pitch, U32(key_place + keys_at), queries)
-            if has_bias:
-                tokens = over_keys((U32(pos + lane // U32(4)), U32(pos + lane // U32(4) + U32(8))))
-                scores = each(score_of, scores, factor, outer, slope, each(distance_of, tokens, positions))
-            else:
-                scores = each(score_of, scores, factor, outer, ZERO, ZERO)
-            if pos < all_low or U32(pos + U32(TILE)) > all_high:
-                tokens = over_keys((U32(pos + lane // U32(4)), U32(pos + lane // U32(4) + U32(8))))
-                scores = each(unless_outside, scores, tokens, low, high)
+            dots = keys_by_queries(code, head_dim, num_tiles, query_pitch, U32(key_place + keys_at), queries)
+            masked = pos < all_low or U32(pos + U32(TILE)) > all_high
+            scores = finish_scores(dots, masked, U32(pos + lane // U32(4)), outer, facts)
             top_before = top
             top, total, decay, weights = fold(top, total, scores)
             weights = pack_columns(operand, weights)
             copies_wait_all_but_one()
             sync_warp()  # this tile's values are here, its keys are no longer read
-            if ahead < stop:
-                copy_rows(U32(target + keys_at), value_source, where, value_block, value_token, lane)
+            copy_rows(ahead < stop, U32(target + keys_at), value_source, where, value_block, value_token, lane)
             copies_commit()
             if any_lane(differ(top_before, top)):
                 sums = multiply(sums, over_sums(decay))
@@ -239,7 +213,7 @@ def make_decode_mma(spec):
         sync_block()  # nothing is read from here on: the states take the place of queries and tiles
         keep_state(shared, warp, lane, top, total, sums)
         sync_block()
-        finish(shared, token, head, first_row, num_valid, part, part_step, thread, out, out_token, out_head, lse,
+        finish(shared, token, head, first_row, num_valid, part, U32(part_step), thread, out, out_token, out_head, lse,
                part_out, part_lse, num_q_heads, v_scale, sinks)
 
     return decode_mma

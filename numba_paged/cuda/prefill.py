@@ -234,4 +234,5 @@ def make_prefill(spec):
 def prefill_kernel(spec):
     """The `Kernel` of an `AttendSpec`."""
     shape = prefill_shape(spec)
-    return Kernel("prefill", make_prefill, spec, PARAMETERS, shape.num_threads, shape.shared_bytes)
+    # one block is asked for, or the assembler would rather spill a little than hold only one
+    return Kernel("prefill", make_prefill, spec, PARAMETERS, shape.num_threads, shape.shared_bytes, min_blocks=1)

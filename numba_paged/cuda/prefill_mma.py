@@ -6,22 +6,21 @@ from dataclasses import dataclass
 from numba import cuda
 from numba.cuda import types
 
-from .. import score
 from .codecs import FLOAT16, FLOAT32, ITEMSIZE
 from .compile import Kernel
-from .intrinsics import (block_x, block_y, block_z, blocks_x, blocks_y, copies_commit, copies_wait_all,
-                         copies_wait_all_but_one, shared_address, shuffle_from, sync_block, thread_index)
+from .intrinsics import (block_y, block_z, blocks_y, copies_commit, copies_wait_all, copies_wait_all_but_one,
+                         shared_address, shuffle_from, sync_block, thread_index)
 from .layout import WARP
-from .memory import load_i32, store_shared
-from .registers import count_up, each, fill, sum_over_lanes
+from .memory import store_shared
+from .registers import fill, sum_over_lanes
 from .rows import OUTPUTS, make_finish, state_bytes
 from .tensor import (TILE, add_weights_by_values, any_lane, differ, fragment_place, kept, make_spread, multiply,
                      operand_code, pack_rows, queries_by_keys)
-from .tensor_rows import (StateLayout, distance_of, headroom, make_fold, make_row_facts, make_stage_rows, store_rows,
-                          unless_outside)
+from .tensor_rows import (StateLayout, headroom, make_block_rows, make_finish_scores, make_fold, make_row_facts,
+                          make_stage_rows, read_item, store_rows)
 from .tensor_tiles import (CopyLayout, copy_layout, make_copy_rows, make_find_rows, make_lane_places, make_read_entries,
                            row_pitch)
-from .warp import F32, I32, INPUTS, NEG_INF, U32, U64, ZERO, AttendSpec, tanh
+from .warp import INPUTS, NEG_INF, U32, U64, ZERO
 
 NUM_WARPS = 4
 NUM_ROWS = TILE * NUM_WARPS
@@ -91,26 +90,27 @@ def make_prefill_mma(spec):
     code, head_dim, group, operand = spec.kv_code, spec.head_dim, spec.group, operand_code(spec.kv_code)
     copy, tokens, copy_tokens, tile_bytes = shape.copy, shape.tokens, shape.copy.tokens, shape.tile
     pitch, query_pitch, row_bytes = row_pitch(copy.row), shape.query_pitch, 4 * shape.state.width
-    has_bias, entries, round_tiles = spec.has_bias, copy.entries, WARP // copy.entries
     num_scores, num_sums = tokens // 2, head_dim // 2
     factors_at, ring_at, tops_at = shape.queries, shape.queries + 4 * NUM_ROWS, NUM_ROWS * row_bytes
     number_bytes, room, totals_after = 16 // ITEMSIZE[code], headroom(code), 4 * NUM_ROWS
 
     owners = [0, 0, 1, 1] * (tokens // 8)  # the lane's rows of a score
-    over_rows, over_sums = make_spread(owners), make_spread([0, 0, 1, 1] * (num_sums // 4))
-    read_entries, find_rows = make_read_entries(spec, copy, tokens), make_find_rows(spec, copy)
-    copy_rows = make_copy_rows(copy)
+    over_sums = make_spread([0, 0, 1, 1] * (num_sums // 4))
+    first_entries, next_entries = make_read_entries(spec, copy, tokens)
+    find_rows, copy_rows = make_find_rows(spec, copy), make_copy_rows(copy)
     lane_source, lane_target = make_lane_places(copy)
     stage_rows = make_stage_rows(spec, NUM_ROWS, NUM_WARPS, query_pitch)
-    position_of, low_of, high_of, slope_of, inner_of = make_row_facts(spec)
-    score_of = cuda.jit(device=True)(score.make_score(spec.has_cap, has_bias, tanh))
+    row_facts, limits = make_row_facts(spec, owners)
+    block_rows = make_block_rows(group, NUM_ROWS)
     fold = make_fold(spec, owners, 1, 4)
     finish = make_finish(spec, shape.state, NUM_ROWS, group, 1, WARP * NUM_WARPS)
     place = cuda.jit(device=True)(fragment_place)
 
     @cuda.jit(device=True)
-    def token_of(element, pos, lane):
-        return U32(pos + lane % U32(4) * U32(2) + element // U32(4) * U32(8) + element % U32(2))
+    def token_of(element, base):
+        return U32(base + element // U32(4) * U32(8) + element % U32(2))
+
+    finish_scores = make_finish_scores(spec, token_of, num_scores)
 
     @cuda.jit(device=True)
     def keep_state(states, warp, lane, top, total, sums):
@@ -132,18 +132,11 @@ def make_prefill_mma(spec):
         number = U32(block_z() * blocks_y() + block_y())
         if number >= num_items:
             return
-        item = items + U64(number) * U64(32)
-        seq, token, num_queries = U32(load_i32(item)), U32(load_i32(item + U64(4))), load_i32(item + U64(8))
-        start, stop = U32(load_i32(item + U64(12))), U32(load_i32(item + U64(16)))
-        part, part_step = load_i32(item + U64(20)), U32(load_i32(item + U64(24)))
-        position = load_i32(item + U64(28))
-        row_tiles = U32(U32(blocks_x() * U32(group)) // num_q_heads)
-        kv_head, first_row = U32(block_x() // row_tiles), U32(block_x() % row_tiles * U32(NUM_ROWS))
-        all_rows = U32(num_queries * I32(group))
-        if first_row >= all_rows:
+        seq, token, num_queries, start, stop, part, part_step, position = read_item(items, number)
+        kv_head, first_row, num_valid = block_rows(num_queries, num_q_heads)
+        if num_valid == U32(0):
             return
-        num_valid = U32(min(U32(NUM_ROWS), U32(all_rows - first_row)))
-        head = U32(kv_head * U32(group))
+        token, start, stop, head = U32(token), U32(start), U32(stop), U32(kv_head * U32(group))
         thread = thread_index()
         lane = U32(thread % U32(32))
         warp = shuffle_from(U32(thread // U32(32)), U32(0))  # the same in all lanes, and known to be
@@ -154,16 +147,9 @@ def make_prefill_mma(spec):
         sync_block()
         row = U32(first_row + warp * U32(TILE))
         rows = U32(row + lane // U32(4)), U32(row + lane // U32(4) + U32(8))
-        positions = each(position_of, rows, position)
-        low, high = over_rows(each(low_of, positions, start, window)), over_rows(each(high_of, positions, stop))
-        slope = over_rows(each(slope_of, rows, slopes, head)) if has_bias else ZERO
-        factor = over_rows(each(inner_of, rows, first_row, factors, inner))
-        positions = over_rows(positions)
-        earliest, latest = position_of(row, position), position_of(U32(row + U32(TILE - 1)), position)
-        all_low, all_high = low_of(latest, start, window), high_of(earliest, stop)
-        first = low_of(position_of(first_row, position), start, window)
-        stop = high_of(position_of(U32(first_row + num_valid - U32(1)), position), stop)
-
+        facts = row_facts(rows, first_row, position, start, stop, window, factors, inner, slopes, head)
+        _, _, all_low, all_high = limits(row, U32(row + U32(TILE - 1)), position, start, stop, window)
+        first, stop, _, _ = limits(first_row, U32(first_row + num_valid - U32(1)), position, start, stop, window)
         table = tables + U64(seq) * U64(table_bytes)
         key_source = lane_source(keys + U64(kv_head) * U64(key_head), key_token, lane)
         value_source = lane_source(values + U64(kv_head) * U64(value_head), value_token, lane)
@@ -174,46 +160,31 @@ def make_prefill_mma(spec):
         key_place = kept(U32(ring + place(code, True, U32(pitch), lane)))
         value_place = kept(U32(ring + place(code, False, U32(pitch), lane)))
         pos = U32(start + (first - start) // U32(tokens) * U32(tokens))
-        round_pos, slot = U32(pos + warp_row), U32(0)
-        blocks = read_entries(table, round_pos, lane, stop)
-        round_pos = U32(round_pos + U32(round_tiles * tokens))
-        next_blocks = read_entries(table, round_pos, lane, stop)
+        entries = first_entries(table, U32(pos + warp_row), lane, stop)
+        where = find_rows(entries, U32(pos + warp_row), first, stop, lane)
         top, total, sums = fill(2, NEG_INF), fill(2, ZERO), fill(num_sums, ZERO)
         keys_at, values_at, free_at = U32(0), U32(tile_bytes), U32(2 * tile_bytes)
-        where = find_rows(blocks, slot, U32(pos + warp_row), first, stop, lane)
-        if pos < stop:
-            copy_rows(target, key_source, where, key_block, key_token, lane)
+        copy_rows(pos < stop, target, key_source, where, key_block, key_token, lane)
         copies_commit()
-        if pos < stop:
-            copy_rows(U32(target + values_at), value_source, where, value_block, value_token, lane)
+        copy_rows(pos < stop, U32(target + values_at), value_source, where, value_block, value_token, lane)
         copies_commit()
         while pos < stop:
             ahead = U32(pos + U32(tokens))
-            slot = U32(slot + U32(entries))
-            if slot == U32(32):
-                slot, blocks, round_pos = U32(0), next_blocks, U32(round_pos + U32(round_tiles * tokens))
-                next_blocks = read_entries(table, round_pos, lane, stop)
-            where = find_rows(blocks, slot, U32(ahead + warp_row), first, stop, lane)
+            entries = next_entries(entries, table, lane, stop)
+            where = find_rows(entries, U32(ahead + warp_row), first, stop, lane)
             copies_wait_all_but_one()
             sync_block()  # this tile's keys are here, and the values of the tile before are no longer read
-            if ahead < stop:
-                copy_rows(U32(target + free_at), key_source, where, key_block, key_token, lane)
+            copy_rows(ahead < stop, U32(target + free_at), key_source, where, key_block, key_token, lane)
             copies_commit()
-            scores = queries_by_keys(code, head_dim, tokens, pitch, query_place, U32(key_place + keys_at))
-            if has_bias:
-                distances = each(distance_of, each(token_of, count_up(num_scores), pos, lane), positions)
-                scores = each(score_of, scores, factor, outer, slope, distances)
-            else:
-                scores = each(score_of, scores, factor, outer, ZERO, ZERO)
-            if pos < all_low or U32(pos + U32(tokens)) > all_high:
-                scores = each(unless_outside, scores, each(token_of, count_up(num_scores), pos, lane), low, high)
+            dots = queries_by_keys(code, head_dim, tokens, pitch, query_place, U32(key_place + keys_at))
+            masked = pos < all_low or U32(pos + U32(tokens)) > all_high
+            scores = finish_scores(dots, masked, U32(pos + lane % U32(4) * U32(2)), outer, facts)
             top_before = top
             top, total, decay, weights = fold(top, total, scores)
             weights = pack_rows(operand, weights)
             copies_wait_all_but_one()
             sync_block()  # this tile's values are here, its keys are no longer read
-            if ahead < stop:
-                copy_rows(U32(target + keys_at), value_source, where, value_block, value_token, lane)
+            copy_rows(ahead < stop, U32(target + keys_at), value_source, where, value_block, value_token, lane)
             copies_commit()
             if any_lane(differ(top_before, top)):
                 sums = multiply(sums, over_sums(decay))
@@ -224,7 +195,7 @@ def make_prefill_mma(spec):
         sync_block()  # nothing is read from here on: the state takes the place of queries and tiles
         keep_state(shared, warp, lane, top, total, sums)
         sync_block()
-        finish(shared, token, head, first_row, num_valid, part, part_step, thread, out, out_token, out_head, lse,
+        finish(shared, token, head, first_row, num_valid, part, U32(part_step), thread, out, out_token, out_head, lse,
                part_out, part_lse, num_q_heads, v_scale, sinks)
 
     return prefill_mma

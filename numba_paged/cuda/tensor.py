@@ -17,8 +17,8 @@ from llvmlite import ir
 from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 
-from .codecs import BFLOAT16, E4M3, E5M2, FLOAT16, ITEMSIZE
-from .intrinsics import F32, I32, assembly, call_llvm, f32, literal, u32, u64
+from .codecs import BFLOAT16, E5M2, FLOAT16, ITEMSIZE
+from .intrinsics import F32, I32, assembly, call_llvm, f32, literal, u32
 
 TILE = 16
 """Tokens of a product, and numbers of a step along the head."""
@@ -42,7 +42,7 @@ def place_in_operand(kv_code, index):
     return index
 
 
-# ------------------------------------------------------------------------------------------------- single instructions
+# -------------------------------------------------------------------------------------------------- single instructions
 
 
 def _unpack_struct(builder, struct, count):
@@ -114,7 +114,7 @@ def fragment_place(code, by_token, pitch, lane):
     return lane % 16 * pitch + lane // 16 * 16
 
 
-# ---------------------------------------------------------------------------------------------------- decode: K Q^T, V^T P^T
+# ----------------------------------------------------------------------------------------------- decode: K Q^T, V^T P^T
 
 
 @intrinsic
@@ -196,7 +196,7 @@ pack_columns = _pack_with(_transpose)  # C fragments, rounded to 16 bits, as the
 pack_rows = _pack_with(lambda builder, pair: pair)  # C fragments, rounded to 16 bits, two of them an A operand
 
 
-# -------------------------------------------------------------------------------------------------------- prefill: Q K^T, P V
+# -------------------------------------------------------------------------------------------------- prefill: Q K^T, P V
 
 
 @intrinsic
@@ -247,7 +247,7 @@ def add_weights_by_values(typingctx, sums, code, head_dim, pitch, weights, value
     return sums(sums, code, head_dim, pitch, weights, u32), codegen
 
 
-# ------------------------------------------------------------------------------------------------- tuples, and copies of rows
+# ------------------------------------------------------------------------------------------- tuples, and copies of rows
 
 
 def make_spread(owners):
@@ -322,30 +322,3 @@ def differ(typingctx, x, y):
         return result
 
     return types.boolean(x, y), codegen
-
-
-COPY_LANES = 4
-"""Lanes that copy a row together, 16 bytes each: two whole sectors of memory."""
-
-
-@intrinsic
-def copy_row(typingctx, num_bytes, target, source, valid, chunk):
-    """Start copying a row of `num_bytes`, with the lanes that have `chunk` (uint32) 0 to 3; zeros if `valid` is 0, not 16.
-
-    ``target`` (uint32) and ``source`` (uint64) are the lane's: 16 bytes further for each chunk.
-    """
-    size = literal(num_bytes)
-    if size is None:
-        return None
-
-    def codegen(context, builder, sig, args):
-        for at in range(0, size, 16 * COPY_LANES):
-            text = f"cp.async.cg.shared.global.L2::128B [$0+{at}], [$1+{at}], 16, $2;"
-            lanes, operands, constraints = (size - at) // 16, args[1:4], "r,l,r"
-            if lanes < COPY_LANES:
-                text = f"{{ .reg .pred p; setp.lt.u32 p, $3, {lanes}; @p {text} }}"
-                operands, constraints = args[1:], "r,l,r,r"
-            assembly(builder, ir.VoidType(), operands, text, constraints + ",~{memory}", side_effect=True)
-        return context.get_dummy_value()
-
-    return types.void(num_bytes, u32, u64, u32, u32), codegen

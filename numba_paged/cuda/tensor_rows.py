@@ -15,15 +15,40 @@ from numba import cuda
 from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 
+from .. import score
 from .codecs import BFLOAT16, FLOAT16, FLOAT32, ITEMSIZE
-from .intrinsics import F32, I32, SHARED, call_llvm, f32, fma, literal, maximum, u32
-from .memory import load_global, load_shared, store_shared, store_words
-from .registers import each, max_over_lanes
+from .intrinsics import F32, I32, SHARED, block_x, blocks_x, call_llvm, f32, fma, literal, maximum, u32
+from .memory import load_global, load_i32, load_shared, store_shared, store_words
+from .registers import count_up, each, max_over_lanes
 from .tensor import TILE, make_collect, make_spread, operand_code, place_in_operand
-from .warp import LOG2E, NEG_INF, ZERO, anchor, visible_start, weight
+from .warp import LOG2E, NEG_INF, ZERO, anchor, tanh, visible_start, weight
 
 U32, U64, SIGNED = types.uint32, types.uint64, types.int32
 ONE = np.float32(1)
+
+
+@cuda.jit(device=True)
+def read_item(items, number):
+    """(seq, query, num_queries, start, stop, part, part_stride, position) of an item, see `plan.Work`; int32."""
+    item = items + U64(number) * U64(32)
+    return (load_i32(item), load_i32(item + U64(4)), load_i32(item + U64(8)), load_i32(item + U64(12)),
+            load_i32(item + U64(16)), load_i32(item + U64(20)), load_i32(item + U64(24)), load_i32(item + U64(28)))
+
+
+def make_block_rows(group, num_rows):
+    """``block_rows(num_queries, num_q_heads) -> (kv head, first row, rows)`` of a block, by its x in the grid.
+
+    x counts kv heads, and of each the runs of `num_rows` of the item's rows; past its last row there are 0 rows.
+    """
+
+    @cuda.jit(device=True)
+    def block_rows(num_queries, num_q_heads):
+        blocks = U32(U32(blocks_x() * U32(group)) // num_q_heads)
+        first = SIGNED(block_x() % blocks * U32(num_rows))
+        count = max(SIGNED(0), min(SIGNED(num_rows), SIGNED(num_queries * SIGNED(group) - first)))
+        return U32(block_x() // blocks), U32(first), U32(count)
+
+    return block_rows
 
 
 def needs_factors(spec):
@@ -105,13 +130,15 @@ def make_stage_rows(spec, num_rows, num_warps, pitch):
     return stage_rows
 
 
-def make_row_facts(spec):
-    """What holds for a row (uint32, counted from the item's first): device functions for `each`.
+def make_row_facts(spec, owners):
+    """``row_facts(rows, ...)`` and ``limits(first_row, last_row, ...)``: what holds for rows, counted from the item's first.
 
-    ``position_of(row, position)``, ``low_of(position, start, window)`` and ``high_of(position, stop)``: the visible
-    positions [low, high), ``slope_of(row, slopes, head)`` in base 2, ``inner_of(row, first_row, factors, inner)``.
+    The facts of the lane's `rows`, spread over the elements that they own: what to multiply products with, slope (base
+    2), position, and the visible positions [low, high). The limits of a run of rows, all within [start, stop): what one
+    of them sees, and what each of them sees: (low of one, high of one, low of all, high of all).
     """
-    group, has_window, causal, scaled = spec.group, spec.has_window, spec.causal, needs_factors(spec)
+    group, has_window, has_bias, causal = spec.group, spec.has_window, spec.has_bias, spec.causal
+    scaled, spread = needs_factors(spec), make_spread(owners)
 
     @cuda.jit(device=True)
     def position_of(row, position):
@@ -139,7 +166,19 @@ def make_row_facts(spec):
             return inner * load_shared(FLOAT32, 1, U32(factors + U32(row - first_row) * U32(4)))[0]
         return inner
 
-    return position_of, low_of, high_of, slope_of, inner_of
+    @cuda.jit(device=True)
+    def row_facts(rows, first_row, position, start, stop, window, factors, inner, slopes, head):
+        positions = each(position_of, rows, position)
+        slope = spread(each(slope_of, rows, slopes, head)) if has_bias else ZERO
+        low, high = spread(each(low_of, positions, start, window)), spread(each(high_of, positions, stop))
+        return spread(each(inner_of, rows, first_row, factors, inner)), slope, spread(positions), low, high
+
+    @cuda.jit(device=True)
+    def limits(first_row, last_row, position, start, stop, window):
+        earliest, latest = position_of(first_row, position), position_of(last_row, position)
+        return low_of(earliest, start, window), high_of(latest, stop), low_of(latest, start, window), high_of(earliest, stop)
+
+    return row_facts, limits
 
 
 @cuda.jit(device=True)
@@ -150,6 +189,30 @@ def distance_of(key, position):
 @cuda.jit(device=True)
 def unless_outside(score, key, low, high):
     return score if low <= key < high else NEG_INF
+
+
+def make_finish_scores(spec, token_of, num_scores):
+    """``finish_scores(dots, masked, base, ...)``: scores in base 2 of products, hidden ones -inf if they are `masked`.
+
+    Element e of the lane is of the token ``token_of(e, base)``; `facts` are those of
+    `make_row_facts`.
+    """
+    has_bias = spec.has_bias
+    score_of = cuda.jit(device=True)(score.make_score(spec.has_cap, has_bias, tanh))
+
+    @cuda.jit(device=True)
+    def finish_scores(dots, masked, base, outer, facts):
+        factor, slope, positions, low, high = facts
+        if has_bias:
+            distances = each(distance_of, each(token_of, count_up(num_scores), base), positions)
+            scores = each(score_of, dots, factor, outer, slope, distances)
+        else:
+            scores = each(score_of, dots, factor, outer, ZERO, ZERO)
+        if masked:
+            scores = each(unless_outside, scores, each(token_of, count_up(num_scores), base), low, high)
+        return scores
+
+    return finish_scores
 
 
 @cuda.jit(device=True)

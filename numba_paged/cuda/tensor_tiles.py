@@ -7,17 +7,20 @@ that is how they are written (eight lanes, eight rows) and read (`ldmatrix`).
 
 from dataclasses import dataclass
 
+from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.extending import intrinsic
 
 from .codecs import ITEMSIZE
-from .intrinsics import shuffle_from
+from .intrinsics import assembly, literal, shuffle_from, u32, u64
 from .layout import WARP
 from .memory import load_u32
-from .tensor import COPY_LANES, copy_row
 
-U32, U64, I32 = types.uint32, types.uint64, types.int32
+U32, U64 = types.uint32, types.uint64
 
+COPY_LANES = 4
+"""Lanes that copy a row together, 16 bytes each: two whole sectors of memory."""
 
 ROWS = WARP // COPY_LANES
 """Rows that a warp copies at once."""
@@ -54,59 +57,98 @@ def copy_layout(spec, tokens):
 
 
 def make_read_entries(spec, layout, step):
-    """``read_entries(table, at, lane, stop)``: the table's entries for a warp's rows of its next tiles, one a lane.
+    """``first_entries(...)`` and ``next_entries(entries, ...)``: the block-table entries of a warp's rows, tile by tile.
 
-    The rows of the i-th tile begin at position ``at + i * step``; lane ``i * layout.entries`` has their (first) block.
-    Entries for positions from `stop` on are not read.
+    `entries` is (slot, blocks, blocks ahead, position of those ahead). Lanes hold the entries of 32 // layout.entries
+    tiles, and of as many ahead; `slot` is the lane that has the tile's first. The rows of the first tile begin at `at`,
+    those of the next ones `step` tokens further; entries for positions from `stop` on are not read.
     """
-    entries, granule, block_size = layout.entries, layout.granule, spec.block_size
+    count, granule, block_size = layout.entries, layout.granule, spec.block_size
+    round_tokens = WARP // layout.entries * step
 
     @cuda.jit(device=True)
-    def read_entries(table, at, lane, stop):
-        pos = U32(at + lane // U32(entries) * U32(step) + lane % U32(entries) * U32(granule))
+    def read(table, at, lane, stop):
+        pos = U32(at + lane // U32(count) * U32(step) + lane % U32(count) * U32(granule))
         block = U32(0)
         if pos < stop:
             block = load_u32(table + U64(pos // U32(block_size)) * U64(4))
         return block
 
-    return read_entries
+    @cuda.jit(device=True)
+    def first_entries(table, at, lane, stop):
+        ahead = U32(at + U32(round_tokens))
+        return U32(0), read(table, at, lane, stop), read(table, ahead, lane, stop), ahead
+
+    @cuda.jit(device=True)
+    def next_entries(entries, table, lane, stop):
+        slot, blocks, blocks_ahead, ahead = entries
+        slot = U32(slot + U32(count))
+        if slot == U32(WARP):
+            slot, blocks, ahead = U32(0), blocks_ahead, U32(ahead + U32(round_tokens))
+            blocks_ahead = read(table, ahead, lane, stop)
+        return slot, blocks, blocks_ahead, ahead
+
+    return first_entries, next_entries
 
 
 def make_find_rows(spec, layout):
-    """``find_rows(blocks, slot, pos, first, stop, lane)``: (block, offset, valid) of the lane's row, for each turn.
+    """``find_rows(entries, pos, first, stop, lane)``: (block, offset, valid) of the lane's row, for each turn.
 
-    `blocks` is of `read_entries`, `slot` the lane that has the tile's first entry, `pos` the position of the warp's
-    first row. `valid` is 16, or 0 for rows outside of [first, stop), which become zeros and are not read.
+    `entries` is of `make_read_entries`, `pos` the position of the warp's first row in the tile. `valid` is 16, or 0 for
+    rows outside of [first, stop), which become zeros and are not read.
     """
     turns, granule, block_size = layout.turns, layout.granule, spec.block_size
 
     @cuda.jit(device=True)
-    def find_row(blocks, slot, pos, first, stop, row):
+    def find_row(entries, pos, first, stop, row):
         entry = U32(row // U32(granule))
         offset = U32(0)
         if block_size != granule:
             offset = U32((pos + entry * U32(granule)) % U32(block_size))
         valid = U32(16) if U32(pos + row - first) < U32(stop - first) else U32(0)
-        return shuffle_from(blocks, U32(slot + entry)), offset, valid
+        return shuffle_from(entries[1], U32(entries[0] + entry)), offset, valid
 
     @cuda.jit(device=True)
-    def find_rows(blocks, slot, pos, first, stop, lane):
+    def find_rows(entries, pos, first, stop, lane):
         row = U32(lane % U32(ROWS))
-        block, offset, valid = find_row(blocks, slot, pos, first, stop, row)
+        block, offset, valid = find_row(entries, pos, first, stop, row)
         if turns == 1:
             return block, offset, valid, block, offset, valid
         row = U32(row + U32(ROWS))
         if granule > ROWS:
             next_valid = U32(16) if U32(pos + row - first) < U32(stop - first) else U32(0)
             return block, offset, valid, block, offset, next_valid
-        next_block, next_offset, next_valid = find_row(blocks, slot, pos, first, stop, row)
+        next_block, next_offset, next_valid = find_row(entries, pos, first, stop, row)
         return block, offset, valid, next_block, next_offset, next_valid
 
     return find_rows
 
 
+@intrinsic
+def copy_row(typingctx, num_bytes, target, source, valid, chunk):
+    """Start copying a row of `num_bytes`, with the lanes that have `chunk` (uint32) 0 to 3; zeros if `valid` is 0, not 16.
+
+    ``target`` (uint32) and ``source`` (uint64) are the lane's: 16 bytes further for each chunk.
+    """
+    size = literal(num_bytes)
+    if size is None:
+        return None
+
+    def codegen(context, builder, sig, args):
+        for at in range(0, size, 16 * COPY_LANES):
+            text = f"cp.async.cg.shared.global.L2::128B [$0+{at}], [$1+{at}], 16, $2;"
+            lanes, operands, constraints = (size - at) // 16, args[1:4], "r,l,r"
+            if lanes < COPY_LANES:
+                text = f"{{ .reg .pred p; setp.lt.u32 p, $3, {lanes}; @p {text} }}"
+                operands, constraints = args[1:], "r,l,r,r"
+            assembly(builder, ir.VoidType(), operands, text, constraints + ",~{memory}", side_effect=True)
+        return context.get_dummy_value()
+
+    return types.void(num_bytes, u32, u64, u32, u32), codegen
+
+
 def make_copy_rows(layout):
-    """``copy_rows(target, source, where, block_bytes, token_bytes, lane)``: start copying the warp's rows of a tile.
+    """``copy_rows(wanted, target, source, where, block_bytes, token_bytes, lane)``: start copying the warp's rows of a tile.
 
     `where` is of `find_rows`, `source` of `lane_source`, `target` the lane's place, both for its first row.
     """
@@ -118,16 +160,17 @@ def make_copy_rows(layout):
         return source + U64(block) * U64(block_bytes) + U64(offset) * U64(token_bytes)
 
     @cuda.jit(device=True)
-    def copy_rows(target, source, where, block_bytes, token_bytes, lane):
+    def copy_rows(wanted, target, source, where, block_bytes, token_bytes, lane):
         chunk = U32(lane // U32(ROWS))
-        at = address(source, where[0], where[1], block_bytes, token_bytes)
-        copy_row(row_bytes, target, at, where[2], chunk)
-        if turns == 2:
-            if same_block:
-                at = at + U64(ROWS) * U64(token_bytes)
-            else:
-                at = address(source, where[3], where[4], block_bytes, token_bytes)
-            copy_row(row_bytes, U32(target + U32(ROWS * pitch)), at, where[5], chunk)
+        if wanted:
+            at = address(source, where[0], where[1], block_bytes, token_bytes)
+            copy_row(row_bytes, target, at, where[2], chunk)
+            if turns == 2:
+                if same_block:
+                    at = at + U64(ROWS) * U64(token_bytes)
+                else:
+                    at = address(source, where[3], where[4], block_bytes, token_bytes)
+                copy_row(row_bytes, U32(target + U32(ROWS * pitch)), at, where[5], chunk)
 
     return copy_rows
 

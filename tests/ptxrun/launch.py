@@ -102,10 +102,10 @@ def _check_limits(program, block, shared_bytes):
     if threads > 1024:
         raise ValueError(f"block of {block}: {threads} threads, at most 1024 fit")
     static = sum(max(v.size, 0) for v in program.shared.values())
-    fits = max_shared_bytes(program.module.target)
+    fits = max_shared_bytes(program.target)
     if static > _STATIC_SHARED or static + shared_bytes > fits:
         raise ValueError(
-            f"{static} bytes of static and {shared_bytes} of dynamic shared memory: {program.module.target} has "
+            f"{static} bytes of static and {shared_bytes} of dynamic shared memory: {program.target} has "
             f"{_STATIC_SHARED} of the former and {fits} of both"
         )
 

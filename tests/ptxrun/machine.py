@@ -114,7 +114,7 @@ class Machine(Operands, Accesses, Scheduler):
             decoder = OPCODES.get(instr.name)
             if decoder is None:
                 raise PtxUnsupported(f"opcode at {instr.place}")
-            check_target(instr, self.program.module.target)
+            check_target(instr, self.program.target)
             try:
                 function = decoder(self, instr, pc)
             except (KeyError, IndexError, ValueError, AttributeError, StopIteration) as error:

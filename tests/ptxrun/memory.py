@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .segments import Buffer, Segment, pointer, span
+from .segments import Buffer, Segment, layout_of, pointer, span
 from .spaces import LOCAL_WINDOW
 
 _BASE, _ALIGN, _GAP = 0x100000000000, 256, 5 << 28
@@ -103,7 +103,7 @@ class Memory:
         if segment is None:
             if init is not None or readonly is not None:
                 raise ValueError("init and readonly of an array with rows are set when it is first added")
-        elif any(b.is_view(array) for b in segment.buffers):
+        elif layout_of(array) in (b.layout for b in segment.buffers):
             segment.set_flags(array, init, readonly)
         else:
             low, high = span(array)

@@ -99,7 +99,7 @@ class Var:
     init: bytes = None
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Instr:
     """One instruction.
 
@@ -116,6 +116,10 @@ class Instr:
     source: tuple = None
     scopes: tuple = ()
     target: int = None
+    parts: list = field(init=False)
+    name: str = field(init=False)
+    type: str = field(init=False)
+
     def __post_init__(self):
         self.parts = self.op.split(".")
         self.name, self.type = self.parts[0], self.parts[-1]

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from .errors import PtxUnsupported
 from .layout import reorder
-from .module import Address, Call, Instr, Int, Label, Module, Name, Not, Pair, Reg, Symbol, Vector
+from .module import Address, Call, Instr, Int, Label, Name, Not, Pair, Reg, Symbol, Vector
 from .syntax import parse
 
 _FLOAT_TYPES = {"f16", "f32", "f64", "bf16", "f16x2", "bf16x2", "f32x2", "tf32"}
@@ -19,21 +19,18 @@ class Program:
     """What one kernel executes.
 
     `registers` maps a unique register name to its type; `locals` and `shared` map variable names to `Var`.
+    `global_variables` are the module's own, constant ones included.
     """
 
     name: str
-    module: Module
+    target: str
     params: list
     directives: dict
+    global_variables: list
     instrs: list = field(default_factory=list)
     registers: dict = field(default_factory=dict)
     locals: dict = field(default_factory=dict)
     shared: dict = field(default_factory=dict)
-
-    @property
-    def global_variables(self):
-        """The module's own global and constant variables."""
-        return [v for v in self.module.variables.values() if v.space in ("global", "const")]
 
 
 @contextmanager
@@ -102,8 +99,9 @@ class _Names:
 class _Linker:
     def __init__(self, module, kernel):
         self.module = module
-        shared = {v.name: v for v in module.variables.values() if v.space == "shared"}
-        self.program = Program(kernel.name, module, kernel.params, kernel.directives, shared=shared)
+        own = [v for v in module.variables.values() if v.space in ("global", "const")]
+        self.program = Program(kernel.name, module.target, kernel.params, kernel.directives, own)
+        self.program.shared.update((v.name, v) for v in module.variables.values() if v.space == "shared")
         self.labels = {}
         self.num_calls = 0
         self._emit(kernel, "", {}, ())

@@ -15,13 +15,11 @@ class Buffer:
     name: str
     address: int
     nbytes: int
-    array: np.ndarray = None
+    array: np.ndarray
+    layout: tuple = None
 
-    def is_view(self, array):
-        """Whether it is the same view of the same memory."""
-        mine = self.array
-        layout = (pointer(array), array.shape, array.strides, array.dtype)
-        return mine is not None and (pointer(mine), mine.shape, mine.strides, mine.dtype) == layout
+    def __post_init__(self):
+        self.layout = layout_of(self.array)
 
 
 class Segment(Space):
@@ -83,9 +81,9 @@ class Segment(Space):
 
     def set_flags(self, array, init=None, readonly=None):
         """Set or clear flags of the elements of an array in this segment, each as a bool or an array of them."""
-        flags = self._elements(self.flags, array)
         for value, flag in ((init, DEFINED), (readonly, READONLY)):
             if value is not None:
+                flags = self._elements(self.flags, array)
                 value = np.asarray(value)
                 value = np.broadcast_to(value, array.shape)[..., None] if value.ndim else value
                 flags[...] = (flags & np.uint8(0xFF ^ flag)) | (value * np.uint8(flag))
@@ -95,6 +93,11 @@ class Segment(Space):
         start = pointer(array) - pointer(self.data)
         strides = [stride * field.itemsize for stride in (*array.strides, 1)]
         return np.lib.stride_tricks.as_strided(field[start:], (*array.shape, array.itemsize), strides)
+
+
+def layout_of(array):
+    """Equal for views that are the same elements of the same memory."""
+    return pointer(array), array.shape, array.strides, array.dtype
 
 
 def pointer(array):

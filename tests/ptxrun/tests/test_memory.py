@@ -264,11 +264,3 @@ def test_several_entries():
     for entry in (None, "third"):
         with pytest.raises(NotImplementedError, match=r"\['first', 'second'\]"):
             launch(text, 1, 1, [Buf(out, pointer=True)], entry=entry)
-
-
-def test_launch_bounds_of_the_kernel():
-    text = kernel("st.global.u32 [%d0], 1;", ["a"]).replace(")\n{", ")\n.maxntid 64, 1, 1\n{", 1)
-    with pytest.raises(ValueError, match="compiled for .maxntid"):
-        launch(text, 1, 96, [Buf(np.zeros(1), pointer=True)])
-    with pytest.raises(ValueError, match="1056 threads, at most 1024"):
-        launch(COPY, 1, 1056, [0, 0])
