@@ -7,11 +7,12 @@ immutable `Plan`, and the kernels of a backend read the pool through it.
 from .attention import append, copy_blocks, decode, merge, prefill
 from .blocks import BlockPool
 from .errors import CorruptState, OutOfBlocks, UnknownSequence
-from .kv_cache import CacheStats, PagedKVCache
+from .kv_cache import PagedKVCache
 from .plan import Plan
 from .scheduler import Request, Scheduler, Step
 from .sizing import blocks_that_fit, contiguous_bytes, kv_bytes_per_token, waste
 from .spec import AttentionSpec
+from .stats import CacheStats
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,7 @@ import numpy as np
 from .blocks import HASH, LAST_UID, PARENT, UID
 from .compiled import bare
 from .errors import CorruptState
-from .prefix_cache import EMPTY, find_block, hash_prefix
+from .prefix_cache import AFTER, EMPTY, FIRST, find_block, hash_prefix
 from .sequences import CHAIN, FREE, KNOWN, LEAVING, LIVE, NO_BLOCK, START, STATE, SWAPPED, UNKNOWN
 
 
@@ -87,6 +87,18 @@ def check_plans(sequences, open_plans):
 
 
 @bare
+def _walk_index(index, entered):
+    """Write the blocks of all chains, until there is no room for more; how many."""
+    count = 0
+    for home in range(index.shape[0]):
+        block = index[home, FIRST]
+        while block != EMPTY and count < entered.size:
+            entered[count] = block
+            block, count = index[block, AFTER], count + 1
+    return count
+
+
+@bare
 def _find_lost(blocks, ids, index, ids_of, factors, published):
     """A published block that is not found under its own key, or NO_BLOCK."""
     for block in published:
@@ -134,11 +146,12 @@ def check_prefixes(prefixes, sequences, sliding):
     """
     pool = prefixes.pool
     published = np.flatnonzero(pool.hashes)
-    entered = np.sort(prefixes.index[prefixes.index != EMPTY])
+    entered = np.empty(published.size + 1, np.int64)
+    entered = np.sort(entered[: _walk_index(prefixes.index, entered)])
     if not np.array_equal(entered, published):
         wrong = np.setxor1d(entered, published)
-        raise CorruptState(f"the index holds {entered.size} blocks, {published.size} are published; the first that "
-                           f"differs is {wrong[0] if wrong.size else 'entered twice'}")
+        raise CorruptState(f"the index does not hold the {published.size} published blocks, each once; the first that "
+                           f"differs is {wrong[0] if wrong.size else 'there twice'}")
     lost = _find_lost(pool.blocks, pool.ids, *prefixes.arrays, published)
     if lost != NO_BLOCK:
         raise CorruptState(f"block {lost} is not what the index finds for its prefix")

@@ -7,14 +7,16 @@ import numpy as np
 from . import batches, checks, steps
 from .backend import load_backend
 from .blocks import BlockPool
+from .draw import Drawing
 from .errors import OutOfBlocks
 from .invariants import check_plans, check_prefixes, check_references
 from .plan import Plan, cut_work
 from .prefix_cache import PrefixCache, truncate_row
-from .sequences import SWAPPED, UNKNOWN, SequenceTables, fork_row, free_row, keep_blocks, reparent_rows
-from .sizing import kv_bytes_per_token, num_blocks_for
+from .sequences import (SWAPPED, UNKNOWN, SequenceTables, copy_tables, find_rows, fork_row, free_row, keep_blocks,
+                        reparent_rows)
+from .sizing import kv_bytes_per_token
 from .spec import NO_WINDOW, AttentionOptions, AttentionSpec
-from .stats import CacheStats, collect
+from .stats import collect
 from .swap import HostPool
 
 _LONGEST = 2**31 - 1
@@ -189,16 +191,8 @@ class PagedKVCache:
         tokens = _NO_TOKENS if tokens is None else batches.token_ids(tokens, "tokens")
         if tokens.size > self.max_length:
             raise ValueError(f"tokens has {tokens.size} ids, max_length is {self.max_length}")
-        sequences, prefixes = self._sequences, self._prefixes
-        if not prefixes.enabled:
-            self._refuse_salt(salt)
-        sequences.require_row()
-        root = prefixes.root(salt, sequences) if prefixes.enabled else 0
-        row = sequences.open(0 if prefixes.enabled else UNKNOWN, root)
-        if prefixes.enabled and tokens.size:
-            sequences.reserve_width(num_blocks_for(tokens.size, self.spec.block_size))
-            prefixes.admit(sequences, row, root, tokens, self._window, resumed)
-        return int(sequences.handles[row])
+        row = self._prefixes.begin(self._sequences, tokens, salt, self._window, resumed)
+        return int(self._sequences.handles[row])
 
     def match(self, tokens, salt=None):
         """How much of a prompt is in the cache, and how many blocks it would take; nothing is changed.
@@ -220,15 +214,7 @@ class PagedKVCache:
         TypeError
             If the ids are not integers, or the salt is not hashable.
         """
-        tokens = batches.token_ids(tokens, "tokens")
-        if not self._prefixes.enabled:
-            self._refuse_salt(salt)
-            return PrefixMatch(0, num_blocks_for(tokens.size, self.spec.block_size))
-        return PrefixMatch(*self._prefixes.match(salt, tokens, self._window))
-
-    def _refuse_salt(self, salt):
-        if salt is not None:
-            raise ValueError(f"salt {salt!r} is a namespace of prefixes, and prefix_caching is off")
+        return PrefixMatch(*self._prefixes.match(batches.token_ids(tokens, "tokens"), salt, self._window))
 
     def fork(self, seq):
         """Begin a sequence that has all tokens of another: its blocks are shared, none is allocated or copied.
@@ -452,6 +438,34 @@ class PagedKVCache:
             raise ValueError(f"sequence {seq} is swapped out: it has no blocks in the pool")
         return self._sequences.blocks(row).copy()
 
+    def block_tables(self, seqs):
+        """The blocks of several sequences, as the array functions take them.
+
+        Parameters
+        ----------
+        seqs : sequence of int
+            Handles.
+
+        Returns
+        -------
+        numpy.ndarray of int32, [num_seqs, max_blocks]
+            A copy; -1 past the blocks of a sequence, and where one slid out of the window.
+
+        Raises
+        ------
+        UnknownSequence
+            If a handle names no living sequence.
+        ValueError
+            If a sequence is swapped out.
+        """
+        seqs, sequences = batches.handles(seqs, "seqs"), self._sequences
+        bad, width = find_rows(sequences.rows, seqs)
+        if bad >= 0:
+            self.blocks(int(seqs[bad]))  # raises what is wrong with it
+        tables = np.empty((seqs.size, width), np.int32)
+        copy_tables(sequences.table, seqs, tables)
+        return tables
+
     def clear_prefixes(self):
         """Forget all prefixes, after the model's weights changed for example: nothing computed so far is shared again.
 
@@ -551,8 +565,8 @@ class PagedKVCache:
     def _batch(self, seqs, num_new, num_lookahead):
         """What the caller gave, as the arrays that a step takes."""
         seqs = batches.handles(seqs, "seqs")
-        if int(num_lookahead) != num_lookahead or not 0 <= num_lookahead <= self.max_length:
-            raise ValueError(f"num_lookahead must be from 0 to max_length {self.max_length}, got {num_lookahead!r}")
+        if int(num_lookahead) != num_lookahead or num_lookahead < 0:
+            raise ValueError(f"num_lookahead must be a whole number >= 0, got {num_lookahead!r}")
         return seqs, batches.new_counts(num_new, seqs.size), int(num_lookahead)
 
     def attend(self, layer, q, k, v, plan, *, alibi_slopes=None, sinks=None, k_scale=1.0, v_scale=1.0, out=None,
@@ -709,6 +723,25 @@ class PagedKVCache:
         spec = self.spec
         per_token = kv_bytes_per_token(self.num_layers, spec.num_kv_heads, spec.head_dim, spec.kv_dtype)
         return collect(self._pool, self._sequences, self._prefixes, self._host, per_token)
+
+    def draw(self):
+        """A picture of the pool, which notebooks show.
+
+        Returns
+        -------
+        Drawing
+            ``str`` of it is an SVG.
+
+        Examples
+        --------
+        >>> import numba_paged as npg
+        >>> spec = npg.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, block_size=4)
+        >>> cache = npg.PagedKVCache(spec, num_layers=1, num_blocks=8, backend="cpu")
+        >>> plan = cache.plan([cache.add()], num_new=3)
+        >>> str(cache.draw())[:4]
+        '<svg'
+        """
+        return Drawing(self._pool, self._sequences)
 
     def check(self):
         """Prove every invariant of the host's state.

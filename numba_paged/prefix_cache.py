@@ -13,7 +13,8 @@ turn.)
 
 Compiled functions take the arrays of a `PrefixCache` by these names, after those of a `BlockPool`:
 
-- ``index`` int32 [2 * num_blocks]: a hash table with open addressing; blocks, or EMPTY;
+- ``index`` int32 [num_blocks, 2]: a hash table with chains. Columns: FIRST (the first block of the chain of a hash, or
+  EMPTY), AFTER (of a published block, the one after it in its chain, or EMPTY);
 - ``ids_of`` int32 [num_blocks, block_size]: the token ids of each published block;
 - ``factors`` uint64 [block_size + 1]: of the hash.
 """
@@ -23,9 +24,11 @@ import numpy as np
 from .blocks import (HASH, NEXT, NUM_CACHED, NUM_EVICTED, NUM_FREE, PARENT, PREV, REFS, UID, drop_block, new_uid,
                      pop_free, push_free, share_block, unlink_cached)
 from .compiled import bare, making
-from .sequences import (CHAIN, FREE, KNOWN, LENGTH, NO_BLOCK, NUM_BLOCKS, START, STATE, SWAPPED, UNKNOWN, copy_values,
-                        keep_blocks, num_hidden)
+from .sequences import (CHAIN, FREE, KNOWN, LENGTH, NO_BLOCK, NUM_BLOCKS, START, UNKNOWN, copy_values, keep_blocks,
+                        num_hidden)
+from .sizing import num_blocks_for
 
+FIRST, AFTER = range(2)
 EMPTY = -1
 
 
@@ -44,18 +47,8 @@ def hash_prefix(factors, parent, tokens, start):
 
 @bare
 def _home(index, hashed):
-    """Where the search for a hash begins."""
-    return np.int64((np.uint64(np.uint32(hashed)) * np.uint64(index.size)) >> np.uint64(32))
-
-
-@bare
-def _after(index, entry):
-    return entry + 1 if entry + 1 < index.size else 0
-
-
-@bare
-def _distance(index, first, last):
-    return last - first if last >= first else last - first + index.size
+    """Which chain a hash belongs to."""
+    return np.int64((np.uint64(np.uint32(hashed)) * np.uint64(index.shape[0])) >> np.uint64(32))
 
 
 @bare
@@ -69,13 +62,12 @@ def _same_tokens(ids_of, block, tokens, start):
 @bare
 def find_block(blocks, ids, index, ids_of, parent, tokens, start, hashed):
     """The block published under (parent, tokens[start : start + block_size]), or NO_BLOCK."""
-    entry = _home(index, hashed)
-    while index[entry] != EMPTY:
-        block = index[entry]
+    block = index[_home(index, hashed), FIRST]
+    while block != EMPTY:
         if blocks[block, HASH] == hashed and ids[block, PARENT] == parent:
             if _same_tokens(ids_of, block, tokens, start):
                 return block
-        entry = _after(index, entry)
+        block = index[block, AFTER]
     return NO_BLOCK
 
 
@@ -85,27 +77,22 @@ def publish_block(blocks, ids, index, ids_of, block, parent, tokens, start, hash
     blocks[block, HASH], ids[block, PARENT] = hashed, parent
     for i in range(ids_of.shape[1]):
         ids_of[block, i] = tokens[start + i]
-    entry = _home(index, hashed)
-    while index[entry] != EMPTY:
-        entry = _after(index, entry)
-    index[entry] = block
+    home = _home(index, hashed)
+    index[block, AFTER], index[home, FIRST] = index[home, FIRST], block
 
 
 @bare
 def unpublish_block(blocks, index, block):
-    """Take a block out of the index; those that were entered past it move up, so that no search ends too early."""
-    gap = _home(index, blocks[block, HASH])
-    while index[gap] != block:
-        gap = _after(index, gap)
-    blocks[block, HASH] = 0
-    entry = _after(index, gap)
-    while index[entry] != EMPTY:
-        home = _home(index, blocks[index[entry], HASH])
-        if _distance(index, home, entry) >= _distance(index, gap, entry):
-            index[gap] = index[entry]
-            gap = entry
-        entry = _after(index, entry)
-    index[gap] = EMPTY
+    """Take a block out of the index."""
+    home, after = _home(index, blocks[block, HASH]), index[block, AFTER]
+    other = index[home, FIRST]
+    if other == block:
+        index[home, FIRST] = after
+    else:
+        while index[other, AFTER] != block:
+            other = index[other, AFTER]
+        index[other, AFTER] = after
+    index[block, AFTER], blocks[block, HASH] = EMPTY, 0
 
 
 @bare
@@ -264,32 +251,64 @@ class PrefixCache:
     def __init__(self, pool, block_size, enabled):
         self.pool, self.enabled = pool, enabled
         num_blocks = pool.num_blocks if enabled else 0
-        self.index = np.full(2 * num_blocks, EMPTY, np.int32)
+        self.index = np.full((num_blocks, 2), EMPTY, np.int32)
         self.ids_of = np.zeros((num_blocks, block_size), np.int32)
         self.factors = np.random.default_rng().integers(2**64, size=block_size + 1, dtype=np.uint64)
         self.arrays = self.index, self.ids_of, self.factors  # as compiled functions take them
         self.roots, self._most_roots = {}, 1024
         self.queried, self.hits = {False: 0, True: 0}, {False: 0, True: 0}  # by whether the prompt was resumed
 
-    def root(self, salt, sequences):
-        """The uid of the root of a salt's prefixes.
+    def begin(self, sequences, tokens, salt, window, resumed):
+        """Begin a sequence that shares the published beginning of its prompt.
 
         Parameters
         ----------
+        sequences : SequenceTables
+            Where it gets a row.
+        tokens : int32 [num_tokens]
+            Token ids.
         salt : hashable
             Equal salts share prefixes, others never do.
-        sequences : SequenceTables
-            The sequences, whose roots must be kept.
+        window : int
+            Visible keys; blocks out of it are not shared.
+        resumed : bool
+            Whether it is counted apart, as a prompt that was computed before.
 
         Returns
         -------
         int
+            The row.
 
         Raises
         ------
+        ValueError
+            If there is a salt but no prefix caching.
         TypeError
             If the salt is not hashable.
+        OutOfBlocks
+            If all rows are taken.
         """
+        self._check_salt(salt)
+        sequences.require_row()
+        if not self.enabled:
+            return sequences.open(UNKNOWN, 0)
+        root = self._root(salt, sequences)
+        row = sequences.open(0, root)
+        if tokens.size:
+            sequences.reserve_width(num_blocks_for(tokens.size, sequences.block_size))
+            pool = self.pool
+            self.hits[resumed] += admit_prompt(pool.blocks, pool.ids, pool.counts, *self.arrays, sequences.rows,
+                                               sequences.table, row, root, tokens, window)
+            self.queried[resumed] += tokens.size
+        return row
+
+    def _check_salt(self, salt):
+        if salt is not None and not self.enabled:
+            raise ValueError(f"salt {salt!r} is a namespace of prefixes, and prefix_caching is off")
+        hash(salt)
+
+    def _root(self, salt, sequences):
+        """The uid of the root of a salt's prefixes."""
         uid = self.roots.get(salt)
         if uid is None:
             if len(self.roots) >= self._most_roots:
@@ -305,15 +324,15 @@ class PrefixCache:
         self.roots = {salt: uid for salt, uid in self.roots.items() if uid in kept}
         self._most_roots = max(1024, 2 * len(self.roots))
 
-    def match(self, salt, tokens, window):
+    def match(self, tokens, salt, window):
         """How much of a prompt is published.
 
         Parameters
         ----------
-        salt : hashable
-            Its namespace.
         tokens : int32 [num_tokens]
             Token ids.
+        salt : hashable
+            Its namespace.
         window : int
             Visible keys; blocks out of it are not shared.
 
@@ -323,32 +342,18 @@ class PrefixCache:
             Tokens that a sequence would find.
         num_blocks : int
             Available blocks that the whole prompt would take: new ones, and cached ones that it would share.
+
+        Raises
+        ------
+        ValueError
+            If there is a salt but no prefix caching.
+        TypeError
+            If the salt is not hashable.
         """
+        self._check_salt(salt)
+        if not self.enabled:
+            return 0, num_blocks_for(tokens.size, self.ids_of.shape[1])
         return match_prompt(self.pool.blocks, self.pool.ids, *self.arrays, self.roots.get(salt, 0), tokens, window)
-
-    def admit(self, sequences, row, root, tokens, window, resumed):
-        """Make an empty row share the published beginning of a prompt.
-
-        Parameters
-        ----------
-        sequences : SequenceTables
-            Whose row it is; wide enough for the prompt.
-        row : int
-            The row.
-        root : int
-            The uid of its salt's root.
-        tokens : int32 [num_tokens]
-            Token ids.
-        window : int
-            Visible keys; blocks out of it are not shared.
-        resumed : bool
-            Whether it is counted apart, as a prompt that was computed before.
-        """
-        pool = self.pool
-        length = admit_prompt(pool.blocks, pool.ids, pool.counts, *self.arrays, sequences.rows, sequences.table, row,
-                              root, tokens, window)
-        self.queried[resumed] += tokens.size
-        self.hits[resumed] += length
 
     def clear(self, sequences):
         """Unpublish every block, and no longer publish those that living sequences compute on top of them.

@@ -43,6 +43,27 @@ def keep_blocks(blocks, stack, counts, rows, table, row, kept):
 
 
 @bare
+def find_rows(rows, seqs):
+    """(The first handle that names no sequence in the pool, or -1; the most blocks that one of them has)."""
+    width = 0
+    for i in range(seqs.size):
+        row = seqs[i] % rows.shape[0]
+        if rows[row, HANDLE] != seqs[i] or rows[row, STATE] != LIVE:
+            return i, 0
+        width = max(width, rows[row, NUM_BLOCKS])
+    return -1, width
+
+
+@bare
+def copy_tables(table, seqs, tables):
+    """Copy the beginning of the sequences' rows."""
+    for i in range(seqs.size):
+        row = seqs[i] % table.shape[0]
+        for column in range(tables.shape[1]):
+            tables[i, column] = table[row, column]
+
+
+@bare
 def num_hidden(length, window, block_size):
     """How many blocks the query at position `length` does not see, nor any after it."""
     return max(0, length + 1 - window) // block_size

@@ -128,7 +128,7 @@ def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copi
     """
     seqs = seqs[: copied.size]  # more than there can be: one of these is named twice
     code, index, *found = _survey(pool.blocks, pool.counts, sequences.rows, sequences.table, seqs, num_new,
-                                  num_lookahead, max_length, sequences.block_size, copied)
+                                  min(num_lookahead, max_length), max_length, sequences.block_size, copied)
     if code == FINE:
         return found
     seq, count = int(seqs[index]), int(num_new[index if num_new.size > 1 else 0])
@@ -168,10 +168,8 @@ def _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies):
 
 
 @bare
-def _write_slots(table, row, first, count, block_size, slots, at):
-    """Write the slots of a row's positions from `first` on to slots[at : at + count]."""
-    column = first // block_size
-    offset = first - column * block_size
+def _write_slots(table, row, column, offset, count, block_size, slots, at):
+    """Write the slots from an offset in a row's block on to slots[at : at + count]."""
     for i in range(at, at + count):
         slots[i] = np.int64(table[row, column]) * block_size + offset
         offset += 1
@@ -194,6 +192,7 @@ def _take(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_loo
             tail = _tail(rows, table, row, block_size)
             if tail >= 0:
                 ids[tail, UID] = new_uid(counts)  # it will be written: a copy on the host is no longer equal to it
+        column = rows[row, NUM_BLOCKS] - (length < rows[row, NUM_BLOCKS] * block_size)
         stop = min(length + count + num_lookahead, max_length)
         while rows[row, NUM_BLOCKS] * block_size < stop:
             table[row, rows[row, NUM_BLOCKS]] = take_block(blocks, ids, stack, counts, index)
@@ -202,7 +201,7 @@ def _take(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_loo
         query_starts[i], lengths[i] = token, length + count
         for j in range(count):
             positions[token + j] = length + j
-        _write_slots(table, row, length, count, block_size, slots, token)
+        _write_slots(table, row, column, length - column * block_size, count, block_size, slots, token)
         token += count
         for column in range(block_tables.shape[1]):
             block_tables[i, column] = table[row, column]
@@ -214,8 +213,9 @@ def _take(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_loo
 def _reserve_slots(table, seqs, lengths, num_lookahead, max_length, block_size, slots):
     """Write the slots of the positions after a plan's new tokens, up to `max_length`."""
     for i in range(seqs.size):
-        num_slots = min(num_lookahead, max_length - lengths[i])
-        _write_slots(table, seqs[i] % table.shape[0], lengths[i], num_slots, block_size, slots, i * num_lookahead)
+        column, num_slots = lengths[i] // block_size, min(num_lookahead, max_length - lengths[i])
+        offset = lengths[i] - column * block_size
+        _write_slots(table, seqs[i] % table.shape[0], column, offset, num_slots, block_size, slots, i * num_lookahead)
 
 
 def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length, copied, surveyed):
@@ -227,7 +227,7 @@ def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length,
         The blocks.
     sequences : SequenceTables
         The sequences.
-    index : int32 [2 * num_blocks]
+    index : int32 [num_blocks, 2]
         Of the prefix cache.
     seqs, num_new, num_lookahead, max_length, copied
         As in `survey_batch`.
@@ -249,8 +249,8 @@ def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length,
     lookahead_slots = np.full((num_seqs, num_lookahead), -1, np.int64) if num_lookahead else NO_SLOTS
     if evicts_own:
         _evict_own(pool.blocks, pool.stack, pool.counts, index, rows, table, seqs, block_size, copied)
-    _take(*pool.arrays, index, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied, *arrays,
-          copies)
+    _take(*pool.arrays, index, rows, table, seqs, num_new, min(num_lookahead, max_length), max_length, block_size, copied,
+          *arrays, copies)
     if num_lookahead:
         _reserve_slots(table, seqs, arrays[1], num_lookahead, max_length, block_size, lookahead_slots.ravel())
     return *arrays, copies, lookahead_slots

@@ -7,7 +7,7 @@ from ptxrun import SyncError
 from ptxrun.tests.ptxcase import kernel, launch_pointers
 
 SHARED = ".shared .align 16 .b8 sm[4096]; mov.u32 %r1, sm; shl.b32 %r2, %r0, 2; add.u32 %r3, %r1, %r2; "
-NEIGHBOUR = "add.u32 %r4, %r0, 32; and.b32 %r4, %r4, 63; mad.lo.u32 %r5, %r4, 4, %r1; "  # the same lane of the other warp
+NEIGHBOUR = "xor.b32 %r4, %r0, 32; mad.lo.u32 %r5, %r4, 4, %r1; "  # the same lane of the other warp
 
 
 def races(body, block=64, **options):
@@ -65,8 +65,8 @@ def test_atomics_do_not_race_with_each_other():
 
 def test_named_barriers():
     """Each warp waits at its own barrier of 32 threads: nothing is ordered between them."""
-    halves = "setp.lt.u32 %p0, %r0, 32; mov.u32 %r6, 0; st.shared.u32 [%r3], %r0; @%p0 bra A; bar.sync 2, 32; bra.uni B; "
-    halves += "A: bar.sync 1, 32; B: "
+    halves = """setp.lt.u32 %p0, %r0, 32; mov.u32 %r6, 0; st.shared.u32 [%r3], %r0;
+        @%p0 bra A; bar.sync 2, 32; bra.uni B; A: bar.sync 1, 32; B: """
     xor = "xor.b32 %r7, %r0, {bit}; mad.lo.u32 %r8, %r7, 4, %r1; ld.shared.u32 %r6, [%r8]; "
     found, out = races(halves + xor.format(bit=1))
     assert not found and (out == np.arange(64) ^ 1).all()
