@@ -6,6 +6,7 @@ import pytest
 import numba_paged as npg
 from caches import keys_of, prompt, refused, run, small_cache, write
 from numba_paged.invariants import check_prefixes
+from numba_paged.prefix_cache import unpublish_block
 
 LONG = list(range(100, 120))
 
@@ -394,16 +395,17 @@ def busy_cache():
     return cache, cache._prefixes, cache._pool, cache._sequences, seq
 
 
-def entry(prefixes, block):
-    return int(np.flatnonzero(prefixes.index == block)[0])
-
-
 def lose(cache, x, pool, rows, seq):
-    x.index[entry(x, cache.blocks(seq)[0])] = -1
+    x.index[x.index == cache.blocks(seq)[0]] = -1
 
 
 def enter_twice(cache, x, pool, rows, seq):
-    x.index[np.flatnonzero(x.index == -1)[0]] = cache.blocks(seq)[0]
+    x.index[np.flatnonzero(x.index[:, 0] == -1)[0], 0] = cache.blocks(seq)[0]
+
+
+def ring(cache, x, pool, rows, seq):
+    block = cache.blocks(seq)[0]
+    x.index[block, 1] = block
 
 
 def other_ids(cache, x, pool, rows, seq):
@@ -427,8 +429,7 @@ def uid_of_the_future(cache, x, pool, rows, seq):
 
 
 def unpublished(cache, x, pool, rows, seq):
-    block = cache.blocks(seq)[2]
-    x.index[entry(x, block)], pool.hashes[block] = -1, 0
+    unpublish_block(pool.blocks, x.index, cache.blocks(seq)[2])
 
 
 def other_chain(cache, x, pool, rows, seq):
@@ -448,8 +449,9 @@ def wrong_order(cache, x, pool, rows, seq):
 
 
 @pytest.mark.parametrize(("damage", "match"), [
-    (lose, "the index holds 5 blocks, 6 are published"),
-    (enter_twice, "the index holds 7 blocks, 6 are published"),
+    (lose, "the index does not hold the 6 published blocks, each once"),
+    (enter_twice, "the index does not hold the 6 published blocks, each once"),
+    (ring, "the index does not hold the 6 published blocks, each once"),
     (other_ids, "is not what the index finds for its prefix"),
     (other_hash, "is not what the index finds for its prefix"),
     (other_parent, "is not what the index finds for its prefix"),
