@@ -20,8 +20,8 @@ from plain_manager import PlainManager, Sequence
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 200_000
-STEPS = 16
-"""Steps of a sample: each sequence fills one block."""
+STEPS, WARM_UP = 64, 4
+"""Steps of a sample, in which each sequence fills four blocks, and steps before it."""
 
 
 class NoPool:
@@ -103,6 +103,16 @@ def report(label, times, calls, bound):
     print(f"{label:44s} {ours:8.1f} us   bound {bound:6d} us {plain}", flush=True)
 
 
+def advance(clock, cache, seqs, rng):
+    """Run steps, some of them before the clock."""
+    tokens = rng.integers(0, 50_000, (WARM_UP + STEPS, seqs.size), np.int32)
+    for row in tokens[:WARM_UP]:
+        cache.commit(cache.plan(seqs), row)
+    with clock:
+        for row in tokens[WARM_UP:]:
+            cache.commit(cache.plan(seqs), row)
+
+
 def step(num_seqs, rounds):
     """Plan and commit of one token of each sequence."""
     texts = prompts(num_seqs, 64, 1024)
@@ -112,10 +122,7 @@ def step(num_seqs, rounds):
     rng = np.random.default_rng(2)
 
     def ours(clock):
-        tokens = rng.integers(0, 50_000, (STEPS, num_seqs), np.int32)
-        with clock:
-            for row in tokens:
-                cache.commit(cache.plan(seqs), row)
+        advance(clock, cache, seqs, rng)
 
     def theirs(clock):
         tokens = rng.integers(0, 50_000, (STEPS, num_seqs)).tolist()
@@ -161,16 +168,16 @@ def admission_found(kind, rounds, count=8):
         plain.release(sequence)
 
     def ours(clock):
-        total = Clock()
-        total.seconds = total.waited = 0
-        for _ in range(count):
+        seconds = waited = 0
+        for i in range(1 + count):
             with clock:
                 seq = cache.add(text)
                 plan = cache.plan([seq], text.size - cache.length(seq))
-            total.seconds, total.waited = total.seconds + clock.seconds, total.waited + clock.waited
+            if i:  # the first one is a warm-up
+                seconds, waited = seconds + clock.seconds, waited + clock.waited
             cache.rollback(plan)
             cache.free(seq)
-        clock.seconds, clock.waited = total.seconds, total.waited
+        clock.seconds, clock.waited = seconds, waited
 
     def theirs(clock):
         total = 0
@@ -193,9 +200,10 @@ def admission_missed(rounds, count=8):
     rng = np.random.default_rng(3)
 
     def ours(clock):
-        texts = rng.integers(0, 50_000, (count, 2048), np.int32)
+        texts = rng.integers(0, 50_000, (1 + count, 2048), np.int32)
+        seqs = [run(cache, texts[0])]
         with clock:
-            seqs = [run(cache, text) for text in texts]
+            seqs += [run(cache, text) for text in texts[1:]]
         for seq in seqs:
             cache.free(seq)
 
@@ -238,16 +246,13 @@ def curve(label, caches, rounds):
     rng = np.random.default_rng(2)
 
     def steps(clock, cache, seqs):
-        tokens = rng.integers(0, 50_000, (STEPS, 256), np.int32)
-        with clock:
-            for row in tokens:
-                cache.commit(cache.plan(seqs), row)
+        advance(clock, cache, seqs, rng)
         for seq in seqs.tolist():
-            cache.truncate(seq, cache.length(seq) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE)
+            cache.truncate(seq, 64)
 
     functions = {}
     for size, cache in caches.items():
-        seqs = np.array([run(cache, text) for text in prompts(256, 64, 128)])
+        seqs = np.array([run(cache, text) for text in prompts(256, 64, 79)])
         functions[size] = partial(steps, cache=cache, seqs=seqs)
     times = turns(functions, rounds)
     points = {size: np.median(times[size]) / STEPS * 1e6 for size in caches}
@@ -275,8 +280,8 @@ def memory():
     cache = make_cache(num_cached=0)
     pool, prefixes = cache._pool, cache._prefixes
     without = sum(array.nbytes for array in pool.arrays) + prefixes.index.nbytes
-    print(f"metadata: {without / NUM_BLOCKS:.0f} bytes a block, {(without + prefixes.ids_of.nbytes) / NUM_BLOCKS:.0f} with "
-          f"the token ids of prefixes")
+    with_ids = without + prefixes.ids_of.nbytes
+    print(f"metadata: {without / NUM_BLOCKS:.0f} bytes a block, {with_ids / NUM_BLOCKS:.0f} with prefixes' token ids")
 
     def ours(clock):
         with clock:
@@ -295,16 +300,15 @@ def main():
     step(256, rounds)
     step(1024, rounds)
     admission_found("in use", rounds)
-    admission_found("cached", min(rounds, 5), 2)
+    admission_found("cached", min(rounds, 5), 4)
     admission_missed(rounds)
     freeing(rounds)
     tables(rounds)
     sizes = [10_000, 100_000] if options.quick else [10_000, 30_000, 100_000, 300_000, 1_000_000]
     curves = {
-        "blocks in the pool, all cached": curve("pools of so many blocks, all cached",
-                                                {n: make_cache(n) for n in sizes}, rounds),
-        f"cached blocks in a pool of {sizes[-1]:,}": curve(f"so many cached of {sizes[-1]:,}",
-                                                           {n: make_cache(sizes[-1], n) for n in [0, *sizes[:-1]]}, rounds),
+        "blocks in the pool, all cached": curve("pools of so many blocks", {n: make_cache(n) for n in sizes}, rounds),
+        "cached blocks in the largest pool": curve(f"so many cached of {sizes[-1]:,}",
+                                                   {n: make_cache(sizes[-1], n) for n in [0, *sizes[:-1]]}, rounds),
     }
     if options.plot:
         plot(curves, options.plot)

@@ -1,9 +1,9 @@
 """A block manager as plain Python objects: the yardstick of `bench_manager`.
 
-nano-vllm's published algorithm (github.com/GeeeekExplorer/nano-vllm), written anew: a block is an object with a count of
-references and its token ids, free blocks wait in a deque and keep their hash until they are used again, full blocks are
-found by the hash of their ids chained with that of the block before. Where the original hashes with xxh64, this takes
-Python's own hash of tuples, which costs less.
+nano-vllm's published algorithm (github.com/GeeeekExplorer/nano-vllm), written anew: a block is an object with a count
+of references and its token ids, free blocks wait in a deque and keep their hash until they are used again, full blocks
+are found by the hash of their ids chained with that of the block before. Where the original hashes with xxh64, this
+takes Python's own hash of tuples, which costs less.
 """
 
 from collections import deque

@@ -1,5 +1,7 @@
 """What callers pass to the manager for a batch, as arrays: handles, token ids, counts; refused if they are not that."""
 
+import functools
+
 import numpy as np
 
 _INT32 = np.iinfo(np.int32)
@@ -42,6 +44,11 @@ def handles(seqs, name):
     return np.array(_integers(np.atleast_1d(seqs), name), np.int64)
 
 
+@functools.lru_cache(1024)
+def _one_count(count):
+    return np.array((count,), np.int64)
+
+
 def new_counts(num_new, num_seqs):
     """How many new tokens a plan has.
 
@@ -64,7 +71,7 @@ def new_counts(num_new, num_seqs):
         If there are more or fewer than sequences.
     """
     if type(num_new) is int:
-        return np.array((num_new,))
+        return _one_count(num_new)
     counts = _integers(np.atleast_1d(num_new), "num_new")
     if counts.size != num_seqs and np.ndim(num_new):
         raise ValueError(f"num_new must be one count, or one for each of {num_seqs} sequences, got {counts.size}")

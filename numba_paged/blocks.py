@@ -22,7 +22,7 @@ these names:
 
 import numpy as np
 
-from .compiled import bare, making
+from .compiled import bare, inlined, making
 from .errors import CorruptState, OutOfBlocks
 
 REFS, NEXT, PREV, HASH = range(4)
@@ -30,14 +30,14 @@ UID, PARENT = range(2)
 NUM_FREE, NUM_CACHED, LAST_UID, NUM_EVICTED, NUM_COPIED, HAS_HOST = range(6)
 
 
-@bare
+@inlined
 def new_uid(counts):
     """A number that was never given out before."""
     counts[LAST_UID] += 1
     return counts[LAST_UID]
 
 
-@bare
+@inlined
 def pop_free(blocks, ids, stack, counts):
     """Take the top of the free stack, with one reference; the caller knows that there is one."""
     counts[NUM_FREE] -= 1
@@ -47,14 +47,14 @@ def pop_free(blocks, ids, stack, counts):
     return block
 
 
-@bare
+@inlined
 def push_free(stack, counts, block):
     """Put a block without references onto the free stack."""
     stack[counts[NUM_FREE]] = block
     counts[NUM_FREE] += 1
 
 
-@bare
+@inlined
 def push_cached(blocks, counts, block):
     """Put a published block without references at the end of the list, to be evicted last."""
     end = blocks.shape[0] - 1
@@ -64,7 +64,7 @@ def push_cached(blocks, counts, block):
     counts[NUM_CACHED] += 1
 
 
-@bare
+@inlined
 def unlink_cached(blocks, counts, block):
     """Take a block out of the list of cached ones."""
     after, before = blocks[block, NEXT], blocks[block, PREV]
@@ -73,7 +73,7 @@ def unlink_cached(blocks, counts, block):
     counts[NUM_CACHED] -= 1
 
 
-@bare
+@inlined
 def share_block(blocks, counts, block):
     """Add a reference to a block that is in use or cached."""
     if blocks[block, REFS] == 0:
@@ -81,7 +81,7 @@ def share_block(blocks, counts, block):
     blocks[block, REFS] += 1
 
 
-@bare
+@inlined
 def drop_block(blocks, stack, counts, block):
     """Take one reference off a block; after the last it is cached if it is published, else free."""
     blocks[block, REFS] -= 1

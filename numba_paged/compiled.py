@@ -1,10 +1,37 @@
 """How the host's loops are compiled."""
 
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
-bare = njit(cache=True, _nrt=False)
+_BARE = {"cache": True, "_nrt": False, "error_model": "numpy"}
+
+bare = njit(**_BARE)
 """For functions that make and return no arrays: without the counting of references to those they are given, which would
 take ten times as long as the loops themselves. (Numba's own sorting is compiled like this.)"""
 
+inlined = njit(**_BARE, inline="always")
+"""For bare functions of a few lines that are called in loops."""
+
 making = njit(cache=True)
 """For functions that make arrays: they leave the loops to bare ones."""
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line of an address before it is needed: a large pool's blocks are rarely in a cache."""
+
+    def generate(context, builder, signature, arguments):
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        builder.call(fetch, [builder.inttoptr(arguments[0], pointer), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@inlined
+def prefetch_row(array, row):
+    """Ask for a row of an array with two axes."""
+    prefetch(array.ctypes.data + row * array.strides[0])

@@ -9,7 +9,7 @@ import numpy as np
 from .blocks import HASH, LAST_UID, PARENT, UID
 from .compiled import bare
 from .errors import CorruptState
-from .prefix_cache import AFTER, EMPTY, FIRST, find_block, hash_prefix
+from .prefix_cache import EMPTY, find_block, hash_prefix
 from .sequences import CHAIN, FREE, KNOWN, LEAVING, LIVE, NO_BLOCK, START, STATE, SWAPPED, UNKNOWN
 
 
@@ -74,7 +74,7 @@ def check_plans(sequences, open_plans):
     """
     planned = np.zeros_like(sequences.planned)
     for plan in open_plans:
-        rows = plan.seqs % sequences.max_sequences
+        rows = plan.seqs & (sequences.num_rows - 1)
         planned[rows] += plan.lengths - sequences.lengths[rows] + _num_reserved(plan)
     wrong = np.flatnonzero(planned != sequences.planned)
     if wrong.size:
@@ -87,24 +87,12 @@ def check_plans(sequences, open_plans):
 
 
 @bare
-def _walk_index(index, entered):
-    """Write the blocks of all chains, until there is no room for more; how many."""
-    count = 0
-    for home in range(index.shape[0]):
-        block = index[home, FIRST]
-        while block != EMPTY and count < entered.size:
-            entered[count] = block
-            block, count = index[block, AFTER], count + 1
-    return count
-
-
-@bare
 def _find_lost(blocks, ids, index, ids_of, factors, published):
     """A published block that is not found under its own key, or NO_BLOCK."""
     for block in published:
         parent, tokens = ids[block, PARENT], ids_of[block]
         hashed = hash_prefix(factors, parent, tokens, 0)
-        if hashed != blocks[block, HASH] or find_block(blocks, ids, index, ids_of, parent, tokens, 0, hashed) != block:
+        if hashed != blocks[block, HASH] or find_block(ids, index, ids_of, parent, tokens, 0, hashed) != block:
             return block
     return NO_BLOCK
 
@@ -146,11 +134,10 @@ def check_prefixes(prefixes, sequences, sliding):
     """
     pool = prefixes.pool
     published = np.flatnonzero(pool.hashes)
-    entered = np.empty(published.size + 1, np.int64)
-    entered = np.sort(entered[: _walk_index(prefixes.index, entered)])
+    entered = np.sort(prefixes.index[prefixes.index != EMPTY] & 0xFFFFFFFF)
     if not np.array_equal(entered, published):
         wrong = np.setxor1d(entered, published)
-        raise CorruptState(f"the index does not hold the {published.size} published blocks, each once; the first that "
+        raise CorruptState(f"the index holds {entered.size} blocks, {published.size} are published; the first that "
                            f"differs is {wrong[0] if wrong.size else 'there twice'}")
     lost = _find_lost(pool.blocks, pool.ids, *prefixes.arrays, published)
     if lost != NO_BLOCK:

@@ -10,7 +10,7 @@ from .blocks import BlockPool
 from .draw import Drawing
 from .errors import OutOfBlocks
 from .invariants import check_plans, check_prefixes, check_references
-from .plan import Plan, cut_work
+from .plan import cut_work
 from .prefix_cache import PrefixCache, truncate_row
 from .sequences import (SWAPPED, UNKNOWN, SequenceTables, copy_tables, find_rows, fork_row, free_row, keep_blocks,
                         reparent_rows)
@@ -115,6 +115,7 @@ class PagedKVCache:
             self._host = HostPool(num_host_blocks, self._keys, self._values, spec.kv_format.bits, self._backend,
                                   self._prefixes, self._sequences)
         self._copied = np.empty(self._sequences.max_sequences + 1, bool)  # which of a batch copy their last block
+        self._filling = np.empty(self._sequences.max_sequences, np.int64)  # which of a batch fill one
         self._open_plans = {}  # each plan, and the rows that are freed when it is closed
 
     def _new_pool(self):
@@ -328,7 +329,7 @@ class PagedKVCache:
         pool, sequences = self._pool, self._sequences
         row = sequences.place_of(seq)
         if after is None and free_row(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, row, seq):
-            sequences.close(row)
+            sequences.free_rows.append(row)
         else:
             self._free_specially(seq, after)
 
@@ -493,7 +494,10 @@ class PagedKVCache:
         int
             Blocks; compare with `num_available`.
         """
-        num_needed, *_ = self._survey(*self._batch(seqs, num_new, num_lookahead))
+        seqs, num_new, num_lookahead = self._batch(seqs, num_new, num_lookahead)
+        num_needed, *_ = steps.survey_batch(self._pool, self._sequences, seqs, num_new,
+                                            min(num_lookahead, self.max_length), self.max_length, self._copied)
+        steps.unmark(self._sequences.rows, seqs)
         return num_needed
 
     def plan(self, seqs, num_new=1, num_lookahead=0):
@@ -527,34 +531,25 @@ class PagedKVCache:
         it). When the blocks do not suffice for that, a published block that only its sequence holds is written in
         place, and with it all cached blocks are evicted.
         """
-        batch = self._batch(seqs, num_new, num_lookahead)
-        surveyed = num_needed, num_available, *_ = self._survey(*batch)
-        if num_needed > num_available:
-            raise OutOfBlocks(f"{num_needed} blocks wanted, {num_available} of {self._pool.num_blocks} are available")
-        seqs = batch[0]
-        query_starts, lengths, block_tables, positions, slots, copies, lookahead_slots = steps.take_batch(
-            self._pool, self._sequences, self._prefixes.index, *batch, self.max_length, self._copied, surveyed)
-        if copies.size:
-            self._copy_blocks(seqs, copies)
-        plan = Plan(query_starts, lengths, block_tables, self._cut_work, seqs, positions, slots, copies,
-                    lookahead_slots)
+        seqs, num_new, num_lookahead = self._batch(seqs, num_new, num_lookahead)
+        plan = steps.make_plan(self._pool, self._sequences, self._prefixes.index, seqs, num_new, num_lookahead,
+                               self.max_length, self._copied, self._cut_work)
+        if plan.copies.size:
+            self._copy_blocks(plan)
         self._open_plans[plan] = []
         return plan
 
-    def _survey(self, *batch):
-        return steps.survey_batch(self._pool, self._sequences, *batch, self.max_length, self._copied)
-
-    def _copy_blocks(self, seqs, copies):
+    def _copy_blocks(self, plan):
         """Copy on write; if that fails, the plan is undone."""
         try:
-            self._backend.copy_blocks(self._keys, self._values, copies[:, 0], copies[:, 1])
+            self._backend.copy_blocks(self._keys, self._values, plan.copies[:, 0], plan.copies[:, 1])
         except BaseException:
-            self._undo(seqs, copies)
+            self._undo(plan)
             raise
 
-    def _undo(self, seqs, copies):
+    def _undo(self, plan):
         pool, sequences = self._pool, self._sequences
-        steps.undo(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, seqs, copies,
+        steps.undo(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, plan.seqs, plan.copies,
                    self.spec.block_size)
 
     def _cut_work(self, query_starts, lengths):
@@ -565,7 +560,7 @@ class PagedKVCache:
     def _batch(self, seqs, num_new, num_lookahead):
         """What the caller gave, as the arrays that a step takes."""
         seqs = batches.handles(seqs, "seqs")
-        if int(num_lookahead) != num_lookahead or num_lookahead < 0:
+        if num_lookahead and (int(num_lookahead) != num_lookahead or num_lookahead < 0):
             raise ValueError(f"num_lookahead must be a whole number >= 0, got {num_lookahead!r}")
         return seqs, batches.new_counts(num_new, seqs.size), int(num_lookahead)
 
@@ -644,7 +639,7 @@ class PagedKVCache:
         tokens = _NO_TOKENS if tokens is None else batches.token_ids(tokens, "tokens", plan.num_tokens)
         accepted = _ALL_ACCEPTED if accepted is None else batches.accepted_counts(accepted, plan.query_starts)
         steps.commit(*self._pool.arrays, *self._prefixes.arrays, *self._sequences.arrays, plan.seqs,
-                     plan.query_starts, tokens, accepted, plan.copies, self._window)
+                     plan.query_starts, tokens, accepted, plan.copies, self._window, self._filling)
         self._close_plan(plan)
 
     def rollback(self, plan):
@@ -661,7 +656,7 @@ class PagedKVCache:
             If the plan is not open.
         """
         self._require_open(plan)
-        self._undo(plan.seqs, plan.copies)
+        self._undo(plan)
         self._close_plan(plan)
 
     def _close_plan(self, plan):

@@ -13,8 +13,8 @@ turn.)
 
 Compiled functions take the arrays of a `PrefixCache` by these names, after those of a `BlockPool`:
 
-- ``index`` int32 [num_blocks, 2]: a hash table with chains. Columns: FIRST (the first block of the chain of a hash, or
-  EMPTY), AFTER (of a published block, the one after it in its chain, or EMPTY);
+- ``index`` int64 [3 * num_blocks // 2]: a hash table with open addressing. An entry is a block below its hash, so that
+  others need not be looked at; or EMPTY;
 - ``ids_of`` int32 [num_blocks, block_size]: the token ids of each published block;
 - ``factors`` uint64 [block_size + 1]: of the hash.
 """
@@ -23,16 +23,18 @@ import numpy as np
 
 from .blocks import (HASH, NEXT, NUM_CACHED, NUM_EVICTED, NUM_FREE, PARENT, PREV, REFS, UID, drop_block, new_uid,
                      pop_free, push_free, share_block, unlink_cached)
-from .compiled import bare, making
+from .compiled import bare, inlined, making, prefetch, prefetch_row
 from .sequences import (CHAIN, FREE, KNOWN, LENGTH, NO_BLOCK, NUM_BLOCKS, START, UNKNOWN, copy_values, keep_blocks,
                         num_hidden)
 from .sizing import num_blocks_for
 
-FIRST, AFTER = range(2)
-EMPTY = -1
+EMPTY = 0
+
+_AHEAD = 4
+"""How many blocks ahead of their publication memory is asked for."""
 
 
-@bare
+@inlined
 def hash_prefix(factors, parent, tokens, start):
     """A hash of (parent, a block's token ids), never 0.
 
@@ -45,13 +47,48 @@ def hash_prefix(factors, parent, tokens, start):
     return np.int32(np.uint32(total >> np.uint64(32)) | np.uint32(1))
 
 
-@bare
+@inlined
+def _entry(block, hashed):
+    """What the index holds of a block; never EMPTY, since no hash is 0."""
+    return np.int64(hashed) << 32 | np.int64(block)
+
+
+@inlined
+def block_of(entry):
+    """The block of an entry."""
+    return np.int64(entry & 0xFFFFFFFF)
+
+
+@inlined
 def _home(index, hashed):
-    """Which chain a hash belongs to."""
-    return np.int64((np.uint64(np.uint32(hashed)) * np.uint64(index.shape[0])) >> np.uint64(32))
+    """Where the search for a hash begins."""
+    return np.int64((np.uint64(np.uint32(hashed)) * np.uint64(index.size)) >> np.uint64(32))
 
 
-@bare
+@inlined
+def prefetch_place(index, hashed):
+    """Ask for the place in the index where the search for a hash begins."""
+    prefetch(index.ctypes.data + 8 * _home(index, hashed))
+
+
+@inlined
+def prefetch_column(ids, index, ids_of, factors, table, row, column, tokens, start):
+    """Ask for what the publication of a row's block will write, if the one before it is published as it is."""
+    prefetch_place(index, hash_prefix(factors, ids[table[row, column - 1], UID], tokens, start))
+    prefetch_row(ids_of, table[row, column])
+
+
+@inlined
+def _next(index, place):
+    return place + 1 if place + 1 < index.size else 0
+
+
+@inlined
+def _distance(index, first, last):
+    return last - first if last >= first else last - first + index.size
+
+
+@inlined
 def _same_tokens(ids_of, block, tokens, start):
     for i in range(ids_of.shape[1]):
         if ids_of[block, i] != tokens[start + i]:
@@ -59,50 +96,61 @@ def _same_tokens(ids_of, block, tokens, start):
     return True
 
 
-@bare
-def find_block(blocks, ids, index, ids_of, parent, tokens, start, hashed):
+@inlined
+def find_block(ids, index, ids_of, parent, tokens, start, hashed):
     """The block published under (parent, tokens[start : start + block_size]), or NO_BLOCK."""
-    block = index[_home(index, hashed), FIRST]
-    while block != EMPTY:
-        if blocks[block, HASH] == hashed and ids[block, PARENT] == parent:
-            if _same_tokens(ids_of, block, tokens, start):
-                return block
-        block = index[block, AFTER]
-    return NO_BLOCK
+    place, found = _home(index, hashed), np.int64(NO_BLOCK)
+    while index[place] != EMPTY:
+        block = block_of(index[place])
+        if index[place] >> 32 == hashed and ids[block, PARENT] == parent and _same_tokens(ids_of, block, tokens, start):
+            found = block
+            break
+        place = _next(index, place)
+    return found
 
 
-@bare
+@inlined
 def publish_block(blocks, ids, index, ids_of, block, parent, tokens, start, hashed):
     """Enter a block that `find_block` did not find."""
     blocks[block, HASH], ids[block, PARENT] = hashed, parent
     for i in range(ids_of.shape[1]):
         ids_of[block, i] = tokens[start + i]
-    home = _home(index, hashed)
-    index[block, AFTER], index[home, FIRST] = index[home, FIRST], block
+    place = _home(index, hashed)
+    while index[place] != EMPTY:
+        place = _next(index, place)
+    index[place] = _entry(block, hashed)
 
 
 @bare
 def unpublish_block(blocks, index, block):
-    """Take a block out of the index."""
-    home, after = _home(index, blocks[block, HASH]), index[block, AFTER]
-    other = index[home, FIRST]
-    if other == block:
-        index[home, FIRST] = after
-    else:
-        while index[other, AFTER] != block:
-            other = index[other, AFTER]
-        index[other, AFTER] = after
-    index[block, AFTER], blocks[block, HASH] = EMPTY, 0
+    """Take a block out of the index; entries that had to give way to it move up, so that no search ends too early."""
+    hashed = blocks[block, HASH]
+    entry, gap = _entry(block, hashed), _home(index, hashed)
+    while index[gap] != entry:
+        gap = _next(index, gap)
+    blocks[block, HASH] = 0
+    place = _next(index, gap)
+    while index[place] != EMPTY:
+        home = _home(index, np.int32(index[place] >> 32))
+        if _distance(index, home, place) >= _distance(index, gap, place):
+            index[gap] = index[place]
+            gap = place
+        place = _next(index, place)
+    index[gap] = EMPTY
 
 
 @bare
 def evict_block(blocks, stack, counts, index):
     """Turn the cached block that was unused for longest into a free one; the caller knows that there is one."""
-    block = blocks[blocks.shape[0] - 1, NEXT]
+    end = blocks.shape[0] - 1
+    block = blocks[end, NEXT]
     unlink_cached(blocks, counts, block)
     unpublish_block(blocks, index, block)
     push_free(stack, counts, block)
     counts[NUM_EVICTED] += 1
+    soon = blocks[blocks[end, NEXT], NEXT]  # what is evicted after the next one
+    prefetch_place(index, blocks[soon, HASH])
+    prefetch_row(blocks, blocks[soon, NEXT])
 
 
 @bare
@@ -113,7 +161,7 @@ def take_block(blocks, ids, stack, counts, index):
     return pop_free(blocks, ids, stack, counts)
 
 
-@bare
+@inlined
 def append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens, start, stop):
     """Take in the ids tokens[start:stop] of a row's next positions, and publish the blocks that they fill."""
     block_size = ids_of.shape[1]
@@ -122,6 +170,9 @@ def append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tail
     rows[row, KNOWN] += stop - start
     while start < stop:
         if filled == 0 and start + block_size <= stop:
+            if start + (_AHEAD + 1) * block_size <= stop:
+                prefetch_column(ids, index, ids_of, factors, table, row, column + _AHEAD, tokens,
+                                start + _AHEAD * block_size)
             _publish_column(blocks, ids, stack, counts, index, ids_of, factors, rows, table, row, column, tokens, start)
             start += block_size
             column += 1
@@ -135,7 +186,7 @@ def append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tail
             filled = 0
 
 
-@bare
+@inlined
 def _publish_column(blocks, ids, stack, counts, index, ids_of, factors, rows, table, row, column, tokens, start):
     """Publish a block of a row under the one before it.
 
@@ -144,7 +195,7 @@ def _publish_column(blocks, ids, stack, counts, index, ids_of, factors, rows, ta
     """
     block, parent = table[row, column], rows[row, CHAIN]
     hashed = hash_prefix(factors, parent, tokens, start)
-    found = find_block(blocks, ids, index, ids_of, parent, tokens, start, hashed)
+    found = find_block(ids, index, ids_of, parent, tokens, start, hashed)
     if found == NO_BLOCK:
         publish_block(blocks, ids, index, ids_of, block, parent, tokens, start, hashed)
     else:
@@ -184,14 +235,14 @@ def _forget_tokens(ids, ids_of, rows, tails, table, row, length):
 
 
 @bare
-def _match(blocks, ids, index, ids_of, factors, root, tokens, found):
+def _match(ids, index, ids_of, factors, root, tokens, found):
     """Fill `found` with the published blocks that hold the beginning of the tokens, never all of them; how many."""
     block_size, parent = ids_of.shape[1], root
     num_most = max(0, tokens.size - 1) // block_size
     for column in range(num_most):
         start = column * block_size
         hashed = hash_prefix(factors, parent, tokens, start)
-        block = find_block(blocks, ids, index, ids_of, parent, tokens, start, hashed)
+        block = find_block(ids, index, ids_of, parent, tokens, start, hashed)
         if block == NO_BLOCK:
             return column
         found[column] = block
@@ -213,7 +264,7 @@ def match_prompt(blocks, ids, index, ids_of, factors, root, tokens, window):
     block_size = ids_of.shape[1]
     num_blocks = (tokens.size + block_size - 1) // block_size
     found = np.empty(num_blocks, np.int32)
-    num_found = _match(blocks, ids, index, ids_of, factors, root, tokens, found)
+    num_found = _match(ids, index, ids_of, factors, root, tokens, found)
     shared = found[num_hidden(num_found * block_size, window, block_size) : num_found]
     return num_found * block_size, num_blocks - num_found + _count_cached(blocks, shared)
 
@@ -222,7 +273,7 @@ def match_prompt(blocks, ids, index, ids_of, factors, root, tokens, window):
 def admit_prompt(blocks, ids, counts, index, ids_of, factors, rows, table, row, root, tokens, window):
     """Make an empty row share the published blocks that hold the beginning of the tokens; of how many tokens."""
     block_size, found = ids_of.shape[1], table[row]
-    num_found = _match(blocks, ids, index, ids_of, factors, root, tokens, found)
+    num_found = _match(ids, index, ids_of, factors, root, tokens, found)
     length = num_found * block_size
     if num_found:
         rows[row, CHAIN] = ids[found[num_found - 1], UID]
@@ -251,7 +302,7 @@ class PrefixCache:
     def __init__(self, pool, block_size, enabled):
         self.pool, self.enabled = pool, enabled
         num_blocks = pool.num_blocks if enabled else 0
-        self.index = np.full((num_blocks, 2), EMPTY, np.int32)
+        self.index = np.zeros(3 * num_blocks // 2, np.int64)
         self.ids_of = np.zeros((num_blocks, block_size), np.int32)
         self.factors = np.random.default_rng().integers(2**64, size=block_size + 1, dtype=np.uint64)
         self.arrays = self.index, self.ids_of, self.factors  # as compiled functions take them

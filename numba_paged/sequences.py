@@ -2,13 +2,13 @@
 
 Compiled functions take the arrays by these names:
 
-- ``rows`` int64 [max_sequences, 8], a row a cache line. Columns: HANDLE (of the row's sequence, or of the next one that
+- ``rows`` int64 [num_rows, 8], a row a cache line. Columns: HANDLE (of the row's sequence, or of the next one that
   will get the row), STATE (FREE and those after it), LENGTH (tokens stored), NUM_BLOCKS (table entries in use), START
   (how many of them slid out of the window: the first ones), PLANNED (positions past the length that an open plan has
   blocks for), KNOWN (token ids known from position 0 on without a gap, or UNKNOWN), CHAIN (the uid under which the next
   full block is published; of a SWAPPED row, its first block);
-- ``tails`` int32 [max_sequences, block_size]: ids of the known tokens past the last full block;
-- ``table`` int32 [max_sequences, width]: position to block, NO_BLOCK where there is none.
+- ``tails`` int32 [num_rows, block_size]: ids of the known tokens past the last full block;
+- ``table`` int32 [num_rows, width]: position to block, NO_BLOCK where there is none.
 """
 
 import operator
@@ -16,7 +16,7 @@ import operator
 import numpy as np
 
 from .blocks import REFS, drop_block
-from .compiled import bare, making
+from .compiled import bare, inlined, making
 from .errors import CorruptState, OutOfBlocks, UnknownSequence
 from .sizing import num_blocks_for
 
@@ -30,6 +30,12 @@ NO_BLOCK = -1
 
 UNKNOWN = -1
 """The KNOWN of a sequence whose blocks can no longer be published."""
+
+
+@inlined
+def row_of(rows, seq):
+    """The row that a handle's sequence has, if it lives; there are a power of two of them."""
+    return seq & (rows.shape[0] - 1)
 
 
 @bare
@@ -47,7 +53,7 @@ def find_rows(rows, seqs):
     """(The first handle that names no sequence in the pool, or -1; the most blocks that one of them has)."""
     width = 0
     for i in range(seqs.size):
-        row = seqs[i] % rows.shape[0]
+        row = row_of(rows, seqs[i])
         if rows[row, HANDLE] != seqs[i] or rows[row, STATE] != LIVE:
             return i, 0
         width = max(width, rows[row, NUM_BLOCKS])
@@ -58,12 +64,12 @@ def find_rows(rows, seqs):
 def copy_tables(table, seqs, tables):
     """Copy the beginning of the sequences' rows."""
     for i in range(seqs.size):
-        row = seqs[i] % table.shape[0]
+        row = row_of(table, seqs[i])
         for column in range(tables.shape[1]):
             tables[i, column] = table[row, column]
 
 
-@bare
+@inlined
 def num_hidden(length, window, block_size):
     """How many blocks the query at position `length` does not see, nor any after it."""
     return max(0, length + 1 - window) // block_size
@@ -136,13 +142,13 @@ def reparent_rows(blocks, stack, counts, rows, tails, table, children, parents):
 class SequenceTables:
     """The rows of the living sequences.
 
-    A handle is ``row + generation * max_sequences``: the row is found by a remainder, and a handle is never given out
-    twice, so that a stale one is noticed.
+    A handle is ``row + generation * num_rows``, and `num_rows` a power of two: the row is found by its last bits, and a
+    handle is never given out twice, so that a stale one is noticed.
 
     Parameters
     ----------
     max_sequences : int
-        Rows.
+        How many may have a row at a time.
     block_size : int
         Slots per block.
     """
@@ -151,14 +157,15 @@ class SequenceTables:
         if int(max_sequences) != max_sequences or not 1 <= max_sequences < 2**31:
             raise ValueError(f"max_sequences must be a whole number from 1 to 2**31 - 1, got {max_sequences!r}")
         self.block_size, self.max_sequences = block_size, int(max_sequences)
-        self.rows = np.zeros((self.max_sequences, 8), np.int64)
-        self.tails = np.zeros((self.max_sequences, block_size), np.int32)
-        self.table = np.full((self.max_sequences, 16), NO_BLOCK, np.int32)
+        self.num_rows = 1 << (self.max_sequences - 1).bit_length()
+        self.rows = np.zeros((self.num_rows, 8), np.int64)
+        self.tails = np.zeros((self.num_rows, block_size), np.int32)
+        self.table = np.full((self.num_rows, 16), NO_BLOCK, np.int32)
         self.arrays = self.rows, self.tails, self.table  # as compiled functions take them
         (self.handles, self.states, self.lengths, self.num_blocks, self.starts, self.planned, self.known,
          self.chains) = self.rows.T
-        self.handles[:] = np.arange(self.max_sequences)
-        self._free_rows = list(range(self.max_sequences - 1, -1, -1))
+        self.handles[:] = np.arange(self.num_rows)
+        self.free_rows = list(range(self.max_sequences - 1, -1, -1))
 
     def require_row(self):
         """Raise unless a row is free.
@@ -168,7 +175,7 @@ class SequenceTables:
         OutOfBlocks
             If all rows are taken.
         """
-        if not self._free_rows:
+        if not self.free_rows:
             raise OutOfBlocks(f"all {self.max_sequences} sequences are in use (max_sequences)")
 
     def open(self, known, chain):
@@ -192,7 +199,7 @@ class SequenceTables:
             If all rows are taken.
         """
         self.require_row()
-        row = self._free_rows.pop()
+        row = self.free_rows.pop()
         self.states[row], self.known[row], self.chains[row] = LIVE, known, chain
         return row
 
@@ -204,7 +211,7 @@ class SequenceTables:
         row : int
             A row with a sequence.
         """
-        self.handles[row] += self.max_sequences
+        self.handles[row] += self.num_rows
         self.states[row] = LEAVING
 
     def close(self, row):
@@ -216,7 +223,7 @@ class SequenceTables:
             The row, without blocks.
         """
         self.states[row], self.lengths[row] = FREE, 0
-        self._free_rows.append(row)
+        self.free_rows.append(row)
 
     def place_of(self, seq):
         """The row that a handle's sequence has, if it lives.
@@ -243,7 +250,7 @@ class SequenceTables:
             raise TypeError(f"seq must be a handle, a whole number, got {type(seq).__name__}") from None
         if not -(2**63) <= seq < 2**63:
             raise self.unknown(seq)
-        return seq % self.max_sequences
+        return seq & (self.num_rows - 1)
 
     def row_of(self, seq):
         """The row of a living sequence.
@@ -281,7 +288,7 @@ class SequenceTables:
         -------
         UnknownSequence
         """
-        known = 0 <= seq < self.handles[seq % self.max_sequences]
+        known = 0 <= seq < self.handles[seq & (self.num_rows - 1)]
         return UnknownSequence(f"sequence {seq} {'was freed' if known else 'does not exist'}")
 
     def reserve_width(self, num_blocks):
@@ -294,7 +301,7 @@ class SequenceTables:
         """
         width = self.table.shape[1]
         if num_blocks > width:
-            wider = np.full((self.max_sequences, max(num_blocks, 2 * width)), NO_BLOCK, np.int32)
+            wider = np.full((self.num_rows, max(num_blocks, 2 * width)), NO_BLOCK, np.int32)
             wider[:, :width] = self.table
             self.table = wider
             self.arrays = self.rows, self.tails, wider
@@ -328,12 +335,12 @@ class SequenceTables:
             If a row has more or fewer blocks than its tokens need, or an entry where none may be.
         """
         used = self.states != FREE
-        if sorted(self._free_rows) != np.flatnonzero(~used).tolist():
+        if sorted(self.free_rows) != np.flatnonzero(~used[: self.max_sequences]).tolist():
             raise CorruptState("the free rows are not those without a sequence")
         hidden = np.maximum(0, self.lengths + 1 - sliding_window) // self.block_size
         needed = num_blocks_for(self.lengths + self.planned, self.block_size)
         for is_wrong, what in (
-            (self.handles % self.max_sequences != np.arange(self.max_sequences), "does not belong to its row"),
+            (self.handles % self.num_rows != np.arange(self.num_rows), "does not belong to its row"),
             ((self.states < FREE) | (self.states > LEAVING), "is in no state"),
             (~used & ((self.lengths != 0) | (self.planned != 0)), "has a length but no sequence"),
             ((self.lengths < 0) | (self.planned < 0), "has a negative length or plan"),

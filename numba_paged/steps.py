@@ -1,7 +1,7 @@
 """A step of many sequences, compiled: what a plan takes from the pool, and what committing or undoing it does.
 
 Each is one pass over arrays of handles. `survey_batch` looks at what a plan would take and changes nothing;
-`take_batch` takes it.
+`make_plan` takes it.
 The names of the arrays are those of blocks, prefix_cache and sequences.
 """
 
@@ -9,11 +9,12 @@ import numpy as np
 
 from .blocks import (HAS_HOST, HASH, NEXT, NUM_CACHED, NUM_COPIED, NUM_EVICTED, NUM_FREE, REFS, UID, drop_block,
                      new_uid)
-from .compiled import bare
-from .plan import NO_COPIES, NO_SLOTS
-from .prefix_cache import append_tokens, evict_block, take_block, unpublish_block
-from .sequences import (HANDLE, KNOWN, LENGTH, LIVE, NUM_BLOCKS, PLANNED, STATE, SWAPPED, keep_blocks, num_hidden,
-                        slide_window)
+from .compiled import bare, inlined, prefetch_row
+from .errors import OutOfBlocks
+from .plan import NO_COPIES, NO_SLOTS, Plan
+from .prefix_cache import append_tokens, evict_block, hash_prefix, prefetch_place, take_block, unpublish_block
+from .sequences import (CHAIN, HANDLE, KNOWN, LENGTH, LIVE, NUM_BLOCKS, PLANNED, STATE, SWAPPED, keep_blocks,
+                        num_hidden, row_of, slide_window)
 from .spec import NO_WINDOW
 
 FINE, GONE, AWAY, BUSY, TWICE, TOO_FEW, TOO_LONG = range(7)
@@ -24,7 +25,7 @@ _MARK = -1
 """The PLANNED of a sequence that the plan being surveyed has named already."""
 
 
-@bare
+@inlined
 def _refusal(rows, row, seq, count, max_length):
     if rows[row, HANDLE] != seq or not LIVE <= rows[row, STATE] <= SWAPPED:
         return GONE
@@ -37,7 +38,7 @@ def _refusal(rows, row, seq, count, max_length):
     return TOO_LONG if count > max_length - rows[row, LENGTH] else FINE
 
 
-@bare
+@inlined
 def _tail(rows, table, row, block_size):
     """The last block of a row that no plan holds, if it has a free slot, else -1."""
     num_blocks = rows[row, NUM_BLOCKS]
@@ -45,10 +46,18 @@ def _tail(rows, table, row, block_size):
 
 
 @bare
+def unmark(rows, seqs):
+    """Undo what `_survey` marks."""
+    for seq in seqs:
+        rows[row_of(rows, seq), PLANNED] = 0
+
+
+@bare
 def _survey(blocks, counts, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied):
     """What a plan would take: (code, sequence, and what `survey_batch` returns).
 
-    The sequence is the one that the code is about, the first that cannot be planned. Marks in `copied` which rows must
+    The sequence is the one that the code is about, the first that cannot be planned; if there is none, the rows stay
+    marked as being planned. Marks in `copied` which rows must
     copy their last block before they write to it: others hold it too, or it is published (`own`: and no other row holds
     it). Of several rows of one plan that share a block the last to go may write in place, unless it would overwrite
     tokens of one that went before, which gets the block back if the plan is undone.
@@ -56,7 +65,7 @@ def _survey(blocks, counts, rows, table, seqs, num_new, num_lookahead, max_lengt
     code, num_rows = FINE, 0
     num_needed = num_copied = num_own = num_tokens = width = 0
     for i in range(seqs.size):
-        row, count = seqs[i] % rows.shape[0], num_new[i if num_new.size > 1 else 0]
+        row, count = row_of(rows, seqs[i]), num_new[i if num_new.size > 1 else 0]
         code = _refusal(rows, row, seqs[i], count, max_length)
         if code:
             break
@@ -75,13 +84,13 @@ def _survey(blocks, counts, rows, table, seqs, num_new, num_lookahead, max_lengt
             num_own += blocks[tail, REFS] == 1 and blocks[tail, HASH] != 0 and blocks[tail, NEXT] == 0
             blocks[tail, REFS] -= 1
             blocks[tail, NEXT] = max(blocks[tail, NEXT], length)
-    for i in range(num_rows):
-        row = seqs[i] % rows.shape[0]
-        rows[row, PLANNED] = 0
+    for i in range(num_rows if num_copied else 0):
         if copied[i]:
-            tail = _tail(rows, table, row, block_size)
+            tail = _tail(rows, table, row_of(rows, seqs[i]), block_size)
             blocks[tail, REFS] += 1
             blocks[tail, NEXT] = 0
+    if code:
+        unmark(rows, seqs[:num_rows])
     num_needed += num_copied
     num_available = counts[NUM_FREE] + counts[NUM_CACHED]
     evicts_own = num_needed > num_available and num_own > 0
@@ -91,7 +100,7 @@ def _survey(blocks, counts, rows, table, seqs, num_new, num_lookahead, max_lengt
 
 
 def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copied):
-    """What a plan would take, or why there is none.
+    """What a plan would take, or why there is none; afterwards `unmark` the sequences, or plan them.
 
     Parameters
     ----------
@@ -104,7 +113,7 @@ def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copi
     num_new : int64 [num_seqs] or [1]
         New tokens of each, or of every one.
     num_lookahead, max_length : int
-        As in `PagedKVCache.plan`.
+        As in `PagedKVCache.plan`, the first at most the second.
     copied : bool [max_sequences + 1]
         Filled: which sequences copy their last block.
 
@@ -126,15 +135,17 @@ def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copi
     ValueError
         If a sequence is named twice, is swapped out or in an open plan, or a count or a length is out of its range.
     """
-    seqs = seqs[: copied.size]  # more than there can be: one of these is named twice
-    code, index, *found = _survey(pool.blocks, pool.counts, sequences.rows, sequences.table, seqs, num_new,
-                                  min(num_lookahead, max_length), max_length, sequences.block_size, copied)
+    if seqs.size >= copied.size:  # more than there can be: one of these is named twice
+        seqs = seqs[: copied.size]
+    code, index, num_needed, num_available, num_copied, evicts_own, num_tokens, width = _survey(
+        pool.blocks, pool.counts, sequences.rows, sequences.table, seqs, num_new, num_lookahead, max_length,
+        sequences.block_size, copied)
     if code == FINE:
-        return found
+        return num_needed, num_available, num_copied, evicts_own, num_tokens, width
     seq, count = int(seqs[index]), int(num_new[index if num_new.size > 1 else 0])
     if code == GONE:
         raise sequences.unknown(seq)
-    length = int(sequences.lengths[seq % sequences.max_sequences]) + count
+    length = int(sequences.lengths[sequences.row_of(seq)]) + count
     raise ValueError({
         AWAY: f"sequence {seq} is swapped out; swap it in first",
         BUSY: f"sequence {seq} is in an open plan; commit or roll it back first",
@@ -151,14 +162,14 @@ def _evict_own(blocks, stack, counts, index, rows, table, seqs, block_size, copi
     while counts[NUM_CACHED]:
         evict_block(blocks, stack, counts, index)
     for i in range(seqs.size):
-        tail = _tail(rows, table, seqs[i] % rows.shape[0], block_size)
+        tail = _tail(rows, table, row_of(rows, seqs[i]), block_size)
         if copied[i] and blocks[tail, REFS] == 1 and blocks[tail, HASH]:
             unpublish_block(blocks, index, tail)
             counts[NUM_EVICTED] += 1
             copied[i] = False
 
 
-@bare
+@inlined
 def _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies):
     """Give a row a block of its own for its last one; the plan keeps the reference to the old one, for a rollback."""
     column = rows[row, NUM_BLOCKS] - 1
@@ -167,7 +178,7 @@ def _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies):
     table[row, column] = block
 
 
-@bare
+@inlined
 def _write_slots(table, row, column, offset, count, block_size, slots, at):
     """Write the slots from an offset in a row's block on to slots[at : at + count]."""
     for i in range(at, at + count):
@@ -183,7 +194,7 @@ def _take(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_loo
     """Give each row the blocks that it needs, and write the plan: what was surveyed and has room."""
     copy = token = 0
     for i in range(seqs.size):
-        row, count = seqs[i] % rows.shape[0], num_new[i if num_new.size > 1 else 0]
+        row, count = row_of(rows, seqs[i]), num_new[i if num_new.size > 1 else 0]
         length = rows[row, LENGTH]
         if copied[i]:
             _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies[copy])
@@ -215,11 +226,11 @@ def _reserve_slots(table, seqs, lengths, num_lookahead, max_length, block_size, 
     for i in range(seqs.size):
         column, num_slots = lengths[i] // block_size, min(num_lookahead, max_length - lengths[i])
         offset = lengths[i] - column * block_size
-        _write_slots(table, seqs[i] % table.shape[0], column, offset, num_slots, block_size, slots, i * num_lookahead)
+        _write_slots(table, row_of(table, seqs[i]), column, offset, num_slots, block_size, slots, i * num_lookahead)
 
 
-def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length, copied, surveyed):
-    """Take what was surveyed and has room.
+def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, copied, cut):
+    """Take what a plan needs.
 
     Parameters
     ----------
@@ -227,60 +238,105 @@ def take_batch(pool, sequences, index, seqs, num_new, num_lookahead, max_length,
         The blocks.
     sequences : SequenceTables
         The sequences.
-    index : int32 [num_blocks, 2]
+    index : int64 [3 * num_blocks // 2]
         Of the prefix cache.
     seqs, num_new, num_lookahead, max_length, copied
-        As in `survey_batch`.
-    surveyed : tuple
-        What it returned.
+        As in `survey_batch`, but any look-ahead.
+    cut : callable
+        As in `Plan`.
 
     Returns
     -------
-    query_starts, lengths, block_tables, positions, slots, copies, lookahead_slots : numpy.ndarray
-        As in `Plan`.
+    Plan
+        Its copies are still to be made.
+
+    Raises
+    ------
+    OutOfBlocks
+        If too few blocks are available.
+    UnknownSequence, ValueError
+        As `survey_batch`.
     """
-    _, _, num_copied, evicts_own, num_tokens, width = surveyed
-    num_seqs, block_size = seqs.size, sequences.block_size
-    sequences.reserve_width(width)
-    rows, table = sequences.rows, sequences.table
-    arrays = (np.empty(num_seqs + 1, np.int32), np.empty(num_seqs, np.int32), np.empty((num_seqs, width), np.int32),
-              np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int64))
-    copies = np.empty((num_copied, 2), np.int32) if num_copied else NO_COPIES
-    lookahead_slots = np.full((num_seqs, num_lookahead), -1, np.int64) if num_lookahead else NO_SLOTS
+    num_reserved = min(num_lookahead, max_length) if num_lookahead else 0
+    num_needed, num_available, num_copied, evicts_own, num_tokens, width = survey_batch(
+        pool, sequences, seqs, num_new, num_reserved, max_length, copied)
+    num_seqs, block_size, rows = seqs.size, sequences.block_size, sequences.rows
+    try:
+        if num_needed > num_available:
+            raise OutOfBlocks(f"{num_needed} blocks wanted, {num_available} of {pool.num_blocks} are available")
+        if width > sequences.table.shape[1]:
+            sequences.reserve_width(width)
+        query_starts, lengths = np.empty(num_seqs + 1, np.int32), np.empty(num_seqs, np.int32)
+        positions, slots = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int64)
+        block_tables = np.empty((num_seqs, width), np.int32)
+        copies = np.empty((num_copied, 2), np.int32) if num_copied else NO_COPIES
+        lookahead_slots = np.full((num_seqs, num_lookahead), -1, np.int64) if num_lookahead else NO_SLOTS
+    except BaseException:
+        unmark(rows, seqs)
+        raise
+    table = sequences.table
     if evicts_own:
         _evict_own(pool.blocks, pool.stack, pool.counts, index, rows, table, seqs, block_size, copied)
-    _take(*pool.arrays, index, rows, table, seqs, num_new, min(num_lookahead, max_length), max_length, block_size, copied,
-          *arrays, copies)
+    _take(*pool.arrays, index, rows, table, seqs, num_new, num_reserved, max_length, block_size, copied, query_starts,
+          lengths, block_tables, positions, slots, copies)
     if num_lookahead:
-        _reserve_slots(table, seqs, arrays[1], num_lookahead, max_length, block_size, lookahead_slots.ravel())
-    return *arrays, copies, lookahead_slots
+        _reserve_slots(table, seqs, lengths, num_lookahead, max_length, block_size, lookahead_slots.ravel())
+    return Plan(query_starts, lengths, block_tables, cut, seqs, positions, slots, copies, lookahead_slots)
+
+
+@inlined
+def _learn(index, ids_of, factors, rows, tails, table, row, tokens, first, count):
+    """Take in the ids of a row's new tokens; False if they fill a block, which is still to be published.
+
+    Where that block will be entered is asked for ahead.
+    """
+    block_size, known = tails.shape[1], rows[row, KNOWN]
+    column = rows[row, NUM_BLOCKS] - 1
+    while column * block_size > known:
+        column -= 1
+    filled = known - column * block_size
+    fills = filled + count >= block_size
+    for i in range(min(count, block_size - filled)):
+        tails[row, filled + i] = tokens[first + i]
+    if fills:
+        prefetch_place(index, hash_prefix(factors, rows[row, CHAIN], tails[row], 0))
+        prefetch_row(ids_of, table[row, column])
+    else:
+        rows[row, KNOWN] = known + count
+    return not fills
+
+
+@inlined
+def _advance(blocks, stack, counts, rows, table, row, count, window, block_size):
+    """Make a row longer by `count` tokens; what it needs no longer is dropped."""
+    length = rows[row, LENGTH] + count
+    rows[row, LENGTH] = length
+    if rows[row, PLANNED] != count:
+        keep_blocks(blocks, stack, counts, rows, table, row, (length + block_size - 1) // block_size)
+    rows[row, PLANNED] = 0
+    if window != NO_WINDOW:
+        slide_window(blocks, stack, counts, rows, table, row, num_hidden(length, window, block_size))
 
 
 @bare
 def commit(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, seqs, query_starts, tokens,
-           accepted, copies, window):
-    """Make the accepted tokens of a plan part of their rows, and give back what is no longer needed."""
-    block_size = tails.shape[1]
+           accepted, copies, window, filling):
+    """Make the accepted tokens of a plan part of their rows; those rows that fill a block come last (`filling`)."""
+    block_size, num_filling = tails.shape[1], 0
     for i in range(seqs.size):
-        row, first = seqs[i] % rows.shape[0], query_starts[i]
+        row, first = row_of(rows, seqs[i]), query_starts[i]
         count = accepted[i] if accepted.size else query_starts[i + 1] - first
-        length, known = rows[row, LENGTH], rows[row, KNOWN]
-        if tokens.size and known == length:
-            filled = known % block_size
-            if filled + count < block_size:
-                for i_new in range(count):
-                    tails[row, filled + i_new] = tokens[first + i_new]
-                rows[row, KNOWN] = known + count
-            else:
-                append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens,
-                              first, first + count)
-        length += count
-        rows[row, LENGTH] = length
-        if rows[row, PLANNED] != count:
-            keep_blocks(blocks, stack, counts, rows, table, row, (length + block_size - 1) // block_size)
-        rows[row, PLANNED] = 0
-        if window != NO_WINDOW:
-            slide_window(blocks, stack, counts, rows, table, row, num_hidden(length, window, block_size))
+        is_told = tokens.size and rows[row, KNOWN] == rows[row, LENGTH]
+        if not is_told or _learn(index, ids_of, factors, rows, tails, table, row, tokens, first, count):
+            _advance(blocks, stack, counts, rows, table, row, count, window, block_size)
+        else:
+            filling[num_filling], num_filling = i, num_filling + 1
+    for i in filling[:num_filling]:
+        row, first = row_of(rows, seqs[i]), query_starts[i]
+        count = accepted[i] if accepted.size else query_starts[i + 1] - first
+        append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens, first,
+                      first + count)
+        _advance(blocks, stack, counts, rows, table, row, count, window, block_size)
     for i in range(copies.shape[0] - 1, -1, -1):
         drop_block(blocks, stack, counts, copies[i, 0])
 
@@ -290,7 +346,7 @@ def undo(blocks, stack, counts, rows, table, seqs, copies, block_size):
     """Give back, in the opposite order, what a plan took."""
     copy = copies.shape[0]
     for i in range(seqs.size - 1, -1, -1):
-        row = seqs[i] % rows.shape[0]
+        row = row_of(rows, seqs[i])
         kept = (rows[row, LENGTH] + block_size - 1) // block_size
         rows[row, PLANNED] = 0
         keep_blocks(blocks, stack, counts, rows, table, row, kept)

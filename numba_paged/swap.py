@@ -41,7 +41,7 @@ def _find_resident(blocks, ids, counts, index, ids_of, factors, rows, table, row
         if (start + i + 1) * block_size <= rows[row, KNOWN]:
             if unbroken:
                 hashed = hash_prefix(factors, parent, host_ids_of[host], 0)
-                block = find_block(blocks, ids, index, ids_of, parent, host_ids_of[host], 0, hashed)
+                block = find_block(ids, index, ids_of, parent, host_ids_of[host], 0, hashed)
                 unbroken = block != NO_BLOCK
                 parent = ids[block, UID]
         else:

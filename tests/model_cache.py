@@ -295,12 +295,15 @@ class ModelCache:
         self.close(plan)
 
     def commit(self, plan, tokens=None, accepted=None):
-        start = 0
-        for i, (sequence, count) in enumerate(zip(plan.sequences, plan.num_new)):
-            kept = count if accepted is None else accepted[i]
+        accepted = plan.num_new if accepted is None else accepted
+        filling, starts = [], [sum(plan.num_new[:i]) for i in range(len(plan.num_new))]
+        for sequence, kept in zip(plan.sequences, accepted):
+            told = tokens is not None and sequence.chain is not DEAD and len(sequence.known) == sequence.length
+            filling.append(told and sequence.length % self.block_size + kept >= self.block_size)
+        for i in sorted(range(len(filling)), key=filling.__getitem__):  # the rows that fill a block come last
+            sequence, kept = plan.sequences[i], accepted[i]
             if tokens is not None and len(sequence.known) == sequence.length:
-                self.publish(sequence, list(tokens[start : start + kept]))
-            start += count
+                self.publish(sequence, list(tokens[starts[i] : starts[i] + kept]))
             sequence.length += kept
             self.drop_from(sequence, self.num_blocks_for(sequence.length))
             hidden = min(self.num_hidden(sequence.length), len(sequence.blocks))

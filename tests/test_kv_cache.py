@@ -394,6 +394,19 @@ def test_statistics():
     assert cache.num_available == 6
 
 
+def test_block_tables_of_any_sequences():
+    cache = small_cache(num_blocks=10, num_host_blocks=2)
+    seqs = [prompt(cache, [i] * (3 * i + 1)) for i in range(3)]
+    tables = cache.block_tables([seqs[2], seqs[0], seqs[2]])
+    assert tables.tolist() == [cache.blocks(seqs[2]).tolist(), [cache.blocks(seqs[0])[0], -1],
+                               cache.blocks(seqs[2]).tolist()]
+    assert cache.block_tables([]).shape == (0, 0) and tables.dtype == np.int32
+    cache.swap_out(seqs[0])
+    cache.free(seqs[1])
+    refused(cache, lambda: cache.block_tables(seqs), ValueError, f"sequence {seqs[0]} is swapped out")
+    refused(cache, lambda: cache.block_tables(seqs[1:]), npg.UnknownSequence, f"sequence {seqs[1]} was freed")
+
+
 def test_the_table_grows_with_the_longest_sequence():
     cache = small_cache(num_blocks=300, block_size=1)
     seq = cache.add()

@@ -35,7 +35,7 @@ BREAKAGES = {
     "a handle": (lambda s, a, b, out: s.handles.__setitem__(a, 1), "does not belong to its row"),
     "a state": (lambda s, a, b, out: s.states.__setitem__(a, 9), "is in no state"),
     "a sequence that is gone": (lambda s, a, b, out: s.states.__setitem__(a, 0), "free rows are not those"),
-    "a free row": (lambda s, a, b, out: s._free_rows.pop(), "free rows are not those"),
+    "a free row": (lambda s, a, b, out: s.free_rows.pop(), "free rows are not those"),
     "a sequence that leaves": (lambda s, a, b, out: s.states.__setitem__(a, LEAVING), "rows that are leaving"),
     "a sequence on the host": (lambda s, a, b, out: s.states.__setitem__(a, SWAPPED), "references, .* hold"),
     "a host block": (lambda s, a, b, out: s.table.__setitem__((out, 0), 3), "host block . has . references"),

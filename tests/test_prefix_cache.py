@@ -395,17 +395,21 @@ def busy_cache():
     return cache, cache._prefixes, cache._pool, cache._sequences, seq
 
 
+def place(prefixes, block):
+    return int(np.flatnonzero((prefixes.index & 0xFFFFFFFF == block) & (prefixes.index != 0))[0])
+
+
 def lose(cache, x, pool, rows, seq):
-    x.index[x.index == cache.blocks(seq)[0]] = -1
+    x.index[place(x, cache.blocks(seq)[0])] = 0
 
 
 def enter_twice(cache, x, pool, rows, seq):
-    x.index[np.flatnonzero(x.index[:, 0] == -1)[0], 0] = cache.blocks(seq)[0]
+    x.index[np.flatnonzero(x.index == 0)[0]] = x.index[place(x, cache.blocks(seq)[0])]
 
 
-def ring(cache, x, pool, rows, seq):
-    block = cache.blocks(seq)[0]
-    x.index[block, 1] = block
+def at_another_place(cache, x, pool, rows, seq):
+    old = place(x, cache.blocks(seq)[0])
+    x.index[np.flatnonzero((x.index == 0) & (np.arange(x.index.size) != old + 1))[-1]], x.index[old] = x.index[old], 0
 
 
 def other_ids(cache, x, pool, rows, seq):
@@ -433,7 +437,7 @@ def unpublished(cache, x, pool, rows, seq):
 
 
 def other_chain(cache, x, pool, rows, seq):
-    rows.chains[seq % rows.max_sequences] += 1
+    rows.chains[rows.row_of(seq)] += 1
 
 
 def lost_root(cache, x, pool, rows, seq):
@@ -449,9 +453,9 @@ def wrong_order(cache, x, pool, rows, seq):
 
 
 @pytest.mark.parametrize(("damage", "match"), [
-    (lose, "the index does not hold the 6 published blocks, each once"),
-    (enter_twice, "the index does not hold the 6 published blocks, each once"),
-    (ring, "the index does not hold the 6 published blocks, each once"),
+    (lose, "the index holds 5 blocks, 6 are published; the first that differs is"),
+    (enter_twice, "the index holds 7 blocks, 6 are published; the first that differs is there twice"),
+    (at_another_place, "is not what the index finds for its prefix"),
     (other_ids, "is not what the index finds for its prefix"),
     (other_hash, "is not what the index finds for its prefix"),
     (other_parent, "is not what the index finds for its prefix"),
