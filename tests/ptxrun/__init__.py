@@ -57,7 +57,8 @@ from .compiler import assemble, compile_kernel, missing
 from .errors import Hazard, Livelock, MemoryFault, PtxError, PtxUnsupported, SyncError, Trap
 from .launch import Result, launch
 from .machine import Options
-from .memory import Buf, Memory, SparseBuf, virtual_array
+from .memory import Buf, Memory, SparseBuf
+from .spaces import virtual_array
 
 __all__ = [
     "Buf", "Hazard", "Livelock", "Memory", "MemoryFault", "Options", "PtxError", "PtxUnsupported", "Result",

@@ -14,7 +14,6 @@ from .memory import Buf, Memory, SparseBuf
 from .program import load_program
 from .targets import max_shared_bytes
 
-
 _STATIC_SHARED = 48 << 10
 
 

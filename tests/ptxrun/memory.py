@@ -5,7 +5,6 @@ they do on a GPU; what no view covers does not exist. Ranges lie far apart, and 
 upper 32 bits would lead from one small array into another.
 """
 
-import mmap
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from .segments import Buffer, Segment, layout_of, pointer, span
 from .spaces import LOCAL_WINDOW
 
 _BASE, _ALIGN, _GAP = 0x100000000000, 256, 5 << 28
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_LARGEST = 1 << 32
 
 
 @dataclass
@@ -89,8 +88,8 @@ class Memory:
         Raises
         ------
         ValueError
-            The array overlaps registered memory that was reached through another, smaller array; or `init` is given
-            for an array of which only some rows exist and which is known already.
+            The array overlaps registered memory that was reached through another, smaller array; it has more than
+            4 GiB and no `rows`; or it has, is known already, and comes with another `init`.
         """
         if array.nbytes == 0:
             return _BASE - _ALIGN
@@ -156,6 +155,8 @@ class Memory:
 
     def _adopt(self, array):
         """Give the memory that an array is a view of an address range."""
+        if array.nbytes > _LARGEST:
+            raise ValueError(f"an array of {array.nbytes} bytes takes as many for its flags: say which rows exist")
         owner = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
@@ -234,10 +235,3 @@ class Memory:
         if address < nearest.address:
             return f"{nearest.address - address} bytes before {text}"
         return f"byte {address - nearest.address} of {text}"
-
-
-def virtual_array(shape, dtype):
-    """An array of zeros that takes memory only where it is touched, larger than the machine's memory if need be."""
-    nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    return np.frombuffer(pages, dtype).reshape(shape)

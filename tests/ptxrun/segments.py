@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .spaces import DEFINED, LOADED, LOADED_NC, MAPPED, READONLY, STORED, Space
+from .spaces import DEFINED, LOADED, LOADED_NC, MAPPED, READONLY, STORED, Space, lazy_zeros
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Segment(Space):
     def trace(self):
         """What this launch did with each byte; made when the first access needs it."""
         if self._trace is None:
-            self._trace = np.zeros(self.size, np.uint8)
+            self._trace = lazy_zeros(self.size)
             self.touched.append(self)
         return self._trace
 
@@ -60,10 +60,15 @@ class Segment(Space):
 
     def distinct(self, kind):
         """Bytes of each buffer that the last launch loaded or stored."""
-        touched = self.trace & np.uint8(STORED if kind == "store" else LOADED | LOADED_NC)
-        if self.tags is None:
-            return [int(np.count_nonzero(touched))]
-        return np.bincount(self.tags[touched != 0], minlength=len(self.buffers)).tolist()
+        marks = np.uint8(STORED if kind == "store" else LOADED | LOADED_NC)
+        counts = []
+        for number, buffer in enumerate(self.buffers):
+            once = buffer.array[tuple(slice(1) if step == 0 else slice(None) for step in buffer.array.strides)]
+            touched = (self._elements(self.trace, once) & marks) != 0
+            if self.tags is not None:
+                touched &= self._elements(self.tags, once) == number
+            counts.append(int(np.count_nonzero(touched)))
+        return counts
 
     def attach(self, buffer, init=None, readonly=None):
         """Add a buffer. The elements of its array become its bytes; new ones hold data unless `init` says no."""
@@ -72,7 +77,7 @@ class Segment(Space):
             asked.append(0)
         if len(self.buffers) > 1:
             if self.tags is None:
-                self.tags = np.zeros(self.size, np.uint16)
+                self.tags = lazy_zeros(self.size, np.uint16)
             self._elements(self.tags, buffer.array)[...] = len(self.buffers) - 1
         flags = self._elements(self.flags, buffer.array)
         as_new = MAPPED | DEFINED | (0 if buffer.array.flags.writeable else READONLY)

@@ -205,6 +205,24 @@ def test_rows_of_a_virtual_array():
         launch(gather(wide=True), 1, 4, [address, memory.add(element), memory.add(out)], memory=memory)
 
 
+def test_large_arrays_without_rows_are_refused():
+    pool = virtual_array((1 << 20, 8192), np.uint8)
+    with pytest.raises(ValueError, match="8589934592 bytes .* say which rows exist"):
+        Memory().add(pool)
+    memory, out = Memory(), np.zeros(32, np.uint32)
+    args = [memory.add(pool[5, :128].view(np.uint32)), memory.add(out)]  # a small part of it is as good as any array
+    stats = launch(COPY, 1, 32, args, memory=memory).assert_clean().stats
+    assert stats.distinct_loaded == 128
+
+
+def test_broadcast_array():
+    """Elements that share their bytes are counted once."""
+    a, out = np.broadcast_to(np.arange(4, dtype=np.uint32), (8, 4)), np.zeros(4, np.uint32)
+    memory = Memory()
+    stats = launch(COPY, 1, 4, [memory.add(a, name="a"), memory.add(out)], memory=memory).assert_clean().stats
+    assert out.tolist() == [0, 1, 2, 3] and stats.by_buffer["a"].distinct_loaded == 16
+
+
 def test_rows_with_an_init_mask():
     pool = virtual_array((1 << 20, 8), np.uint32)
     mask = np.zeros((1 << 20, 1), bool)
