@@ -5,27 +5,19 @@ arguments, plans) runs as on a GPU. Every launch is checked: a fault, a race or 
 the test. Its arrays cannot be read like NumPy's, as those of a GPU cannot.
 """
 
-import contextlib
-import functools
-import time
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import ptxrun
 
+from compiled import ptx_of
 from numba_paged import attention, kv_cache
 from numba_paged.arrays import host_array, place_of
-from numba_paged.cuda.compile import Kernel, compile_ptx
-from numba_paged.cuda.cubin_cache import kept, kernel_key
+from numba_paged.cuda.compile import Kernel
 from numba_paged.cuda.device import Upload
-
-PTX_DIRECTORY = Path(__file__).parent / "__pycache__" / "kernels"
-KEPT_SECONDS = 7 * 24 * 3600
-"""How old a kernel's PTX may get; after a week it is compiled anew, and what no one asks for is gone."""
 
 
 class DeviceArray:
@@ -60,16 +52,6 @@ class DeviceArray:
 
     def swapaxes(self, first, second):
         return DeviceArray(self.host.swapaxes(first, second))
-
-
-@functools.cache
-def ptx_directory():
-    """Where PTX is kept, cleared of what is old."""
-    for path in PTX_DIRECTORY.glob("*.ptx"):
-        with contextlib.suppress(FileNotFoundError):  # another process clears too
-            if time.time() - path.stat().st_mtime > KEPT_SECONDS:
-                path.unlink()
-    return PTX_DIRECTORY
 
 
 @dataclass(frozen=True)
@@ -169,12 +151,7 @@ class PtxDevice:
 
     def prepare(self, kernel):
         """Compile a kernel."""
-        self.ptx(kernel)
-
-    def ptx(self, kernel):
-        """The PTX of a kernel, kept on disk like the cubin for a GPU."""
-        path = ptx_directory() / f"{kernel_key(kernel, self.compute_capability)}.ptx"
-        return kept(path, lambda: compile_ptx(kernel, self.compute_capability).encode()).decode()
+        ptx_of(kernel, self.compute_capability)
 
     def launch(self, kernel, grid, arguments):
         """Run a kernel, and fail if there was a hazard."""
@@ -182,8 +159,8 @@ class PtxDevice:
         assert max(grid[1:]) <= 65535 and grid[0] < 2**31, grid
         if 0 in grid:
             return
-        result = ptxrun.launch(self.ptx(kernel), grid, kernel.num_threads, arguments, shared_bytes=kernel.shared_bytes,
-                               memory=self.memory, **self.options)
+        result = ptxrun.launch(ptx_of(kernel, self.compute_capability), grid, kernel.num_threads, arguments,
+                               shared_bytes=kernel.shared_bytes, memory=self.memory, **self.options)
         named = dict(zip(kernel.parameters, arguments, strict=True))
         self.launches.append(Launch(kernel, grid, named, result))
         result.assert_clean()

@@ -14,14 +14,13 @@ if ptxrun.missing():
     pytest.skip(ptxrun.missing(), allow_module_level=True)
 
 import cubin  # noqa: E402
+from compiled import cubin_of  # noqa: E402
 from covering import pairwise  # noqa: E402
 from inputs import Shape, decode_problem  # noqa: E402
 from numba_paged.cuda import append, codecs, decode, merge, prefill  # noqa: E402
 from numba_paged.cuda.backend import CudaBackend  # noqa: E402
-from numba_paged.cuda.compile import compile_cubin  # noqa: E402
-from numba_paged.cuda.cubin_cache import kept, kernel_key  # noqa: E402
 from numba_paged.cuda.warp import AttendSpec  # noqa: E402
-from ptx_device import PTX_DIRECTORY, DeviceArray, PtxDevice, used_for_device_arrays  # noqa: E402
+from ptx_device import DeviceArray, PtxDevice, used_for_device_arrays  # noqa: E402
 
 CCS = ((8, 0), (9, 0), (10, 0))
 
@@ -51,9 +50,8 @@ def attend_spec(group, head_dim=128, kv="float16", block_size=16, cc=(9, 0), q="
 
 @functools.cache
 def machine_code(kernel, cc):
-    """(resources, code, labels) of a kernel, kept on disk beside its PTX."""
-    path = PTX_DIRECTORY / f"{kernel_key(kernel, cc)}.cubin"
-    compiled = kept(path, lambda: compile_cubin(kernel, cc))
+    """(resources, code, labels) of a kernel."""
+    compiled = cubin_of(kernel, cc)
     return cubin.resources(compiled, kernel.name), *cubin.disassemble(compiled, kernel.name)
 
 

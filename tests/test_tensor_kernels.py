@@ -13,14 +13,12 @@ if ptxrun.missing():
     pytest.skip(ptxrun.missing(), allow_module_level=True)
 
 import cubin  # noqa: E402
+from compiled import cubin_of  # noqa: E402
 from covering import pairwise  # noqa: E402
 from inputs import Shape, decode_problem, prefill_problem  # noqa: E402
 from numba_paged.cuda.choose import choose, most_rows  # noqa: E402
 from numba_paged.cuda.codecs import code_of  # noqa: E402
-from numba_paged.cuda.compile import compile_cubin  # noqa: E402
-from numba_paged.cuda.cubin_cache import kept, kernel_key  # noqa: E402
 from numba_paged.cuda.warp import AttendSpec  # noqa: E402
-from ptx_device import ptx_directory  # noqa: E402
 from tensor_launch import attend, check  # noqa: E402
 
 CCS = ((8, 0), (9, 0), (10, 0))
@@ -220,7 +218,7 @@ def spec_of(q="float16", kv="float16", head_dim=128, group=4, block_size=16, cop
 def fits(spec, cc, num_queries):
     """A kernel spills nothing, and its resident warps keep enough bytes on their way."""
     kernel = choose(spec, cc, num_queries).kernel
-    code = kept(ptx_directory() / f"{kernel_key(kernel, cc)}.cubin", lambda: compile_cubin(kernel, cc))
+    code = cubin_of(kernel, cc)
     used = cubin.resources(code, kernel.name)
     assert (used.stack, used.local) == (0, 0)
     blocks = cubin.resident_blocks(cc, used.registers, kernel.num_threads, kernel.shared_bytes)
