@@ -3,10 +3,10 @@
     python scripts/check_device.py [--seconds 480] [--no-tests] [--dry-run]
 
 One process, under 8 minutes. Speed is given in GB/s of keys and values, each read once, in % of a device-to-device copy
-of the same run, and in TFLOP/s; a prefill is a chunk of queries at the end of the context. Peers are timed beside it
-where they import. A short table comes last; everything is written to benchmarks/results. The exit code is 0 if all
-tests passed and all results were right. With --dry-run the same steps run on the tests' PTX machine, small and without
-times.
+of the same run, and in TFLOP/s; a prefill is a chunk of queries at the end of the context. Where tensor cores serve a
+case, plain cores are timed beside them, and peers where they import. A short table comes last; everything is written to
+benchmarks/results. The exit code is 0 if all tests passed and all results were right. With --dry-run the same steps run
+on the tests' PTX machine, small and without times.
 """
 
 import argparse
@@ -79,11 +79,13 @@ def measure(place, peers, case, copy):
     seconds = place.seconds(ready.attend)
     row = {**vars(case), "seconds": seconds, "bytes_per_second": case.num_bytes / seconds,
            "share_of_copy": case.num_bytes / seconds / copy, "flops_per_second": case.num_flops / seconds,
-           "host_seconds": place.host_seconds(ready.attend), "wrong": None}
+           "host_seconds": place.host_seconds(ready.attend), "plain_seconds": None, "wrong": None}
     try:
         ready.check()
     except AssertionError as error:
         row["wrong"] = str(error)
+    if ready.on_tensor_cores:
+        row["plain_seconds"] = place.seconds(ready.attend_plain)
     return {**row, "peers": peers.seconds(ready) if peers else {}}
 
 
@@ -94,7 +96,8 @@ def name(row):
 
 def detail(row):
     """All of a row, for people."""
-    beside = "".join(f"  {peer} {seconds * 1e3:.3f} ms" for peer, seconds in row["peers"].items())
+    others = ({} if row["plain_seconds"] is None else {"plain cores": row["plain_seconds"]}) | row["peers"]
+    beside = "".join(f"  {other} {seconds * 1e3:.3f} ms" for other, seconds in others.items())
     return (f"{name(row)} group {row['group']}: {row['seconds'] * 1e3:9.3f} ms "
             f"{row['bytes_per_second'] / 1e9:8.0f} GB/s {row['flops_per_second'] / 1e12:8.2f} TFLOP/s, "
             f"host {row['host_seconds'] * 1e6:5.1f} us{beside}"
@@ -102,21 +105,24 @@ def detail(row):
 
 
 def table(rows):
-    """A line for each case, a column for each group: % of a copy, and how many times as fast as the fastest peer."""
+    """A line for each case, a column for each group: % of a copy, how many times as fast as on plain cores (t), and as
+    the fastest peer (x)."""
     lines = {}
     for row in rows:
         cell = f"{100 * row['share_of_copy']:5.0f} %"
+        if row["plain_seconds"] is not None:
+            cell += f" t{row['plain_seconds'] / row['seconds']:5.2f}"
         if row["peers"]:
             cell += f" x{min(row['peers'].values()) / row['seconds']:5.2f}"
-        lines.setdefault(name(row), []).append(f"{'WRONG' if row['wrong'] else cell:>16}")
-    groups = "".join(f"{f'group {group}':>16}" for group in dict.fromkeys(row["group"] for row in rows))
+        lines.setdefault(name(row), []).append(f"{'WRONG' if row['wrong'] else cell:>24}")
+    groups = "".join(f"{f'group {group}':>24}" for group in dict.fromkeys(row["group"] for row in rows))
     return "\n".join([f"{'':34}{groups}", *(f"{case}{''.join(cells)}" for case, cells in lines.items())])
 
 
 def report(result):
     """What there is to say at the end."""
     print(f"\n{result['device']}: a copy moves {result['copy_bytes_per_second'] / 1e9:.0f} GB/s, read and written. "
-          "Keys and values read, in % of that; how many times as fast as the fastest peer:")
+          "Keys and values read, in % of that; how many times as fast as on plain cores (t), as the fastest peer (x):")
     print(table(result["rows"]))
     for peer, reason in result["peers_missing"].items():
         print(f"{peer} is not timed: {reason}")

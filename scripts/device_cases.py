@@ -16,6 +16,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import reference  # noqa: E402
 import tolerances  # noqa: E402
 from numba_paged.backend import load_backend  # noqa: E402
+from numba_paged.cuda.backend import CudaBackend  # noqa: E402
+from numba_paged.cuda.choose import choose, choose_plain  # noqa: E402
+from numba_paged.cuda.codecs import code_of  # noqa: E402
+from numba_paged.cuda.warp import AttendSpec  # noqa: E402
 from numba_paged.formats import FORMATS  # noqa: E402
 from numba_paged.plan import Plan, cut_work  # noqa: E402
 from numba_paged.spec import AttentionOptions  # noqa: E402
@@ -100,9 +104,20 @@ class Ready:
         return Plan(query_starts, lengths, self.tables,
                     lambda starts, lengths: cut_work(starts, lengths, BLOCK_SIZE, NUM_KV_HEADS, tiling))
 
+    @property
+    def on_tensor_cores(self):
+        """Whether tensor cores serve the case, so that plain ones are another way."""
+        case, cc = self.case, self.place.cc
+        spec = AttendSpec(code_of("float16"), code_of(case.kv_dtype, cc), HEAD_DIM, case.group, BLOCK_SIZE, 16)
+        return choose(spec, cc, case.num_queries).kernel is not choose_plain(spec, cc, case.num_queries).kernel
+
     def attend(self):
         """One attention call through the prepared plan."""
         self.backend.attend(self.q, self.keys, self.values, self.plan, self.options, self.out, None)
+
+    def attend_plain(self):
+        """The same without tensor cores."""
+        self.place.plain.attend(self.q, self.keys, self.values, self.plan, self.options, self.out, None)
 
     def check(self):
         """Compare the first sequence's last queries at the first kv head with the oracle; AssertionError if off."""
@@ -127,12 +142,14 @@ class Gpu:
 
     def __init__(self):
         self.backend = load_backend("cuda")
+        self.plain = CudaBackend(choose=choose_plain)
         import cupy
 
         self.xp = cupy
         device = cupy.cuda.Device()
         properties = cupy.cuda.runtime.getDeviceProperties(device.id)
         self.name = properties["name"].decode()
+        self.cc = properties["major"], properties["minor"]
         self.flushed = cupy.empty(max(4 * properties["l2CacheSize"], 256 << 20), np.uint8)
 
     def repeated(self, pattern, count):
@@ -195,11 +212,11 @@ class Simulator:
     name = "PTX on the CPU (dry run)"
 
     def __init__(self, cc=(9, 0)):
-        from numba_paged.cuda.backend import CudaBackend
         from ptx_device import PtxDevice
 
         self.device = PtxDevice(cc)
-        self.backend = CudaBackend(self.device)
+        self.cc = cc
+        self.backend, self.plain = CudaBackend(self.device), CudaBackend(self.device, choose_plain)
 
     def repeated(self, pattern, count):
         """As `Gpu.repeated`."""

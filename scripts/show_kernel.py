@@ -5,7 +5,9 @@
 A SPEC is an operation and facts, by commas: ``decode``, ``prefill,group=8,kv=float8_e4m3fn``, ``decode,cc=10.0``.
 Facts and what they are if left out: cc=9.0 group=4 head_dim=128 block=16 q=float16 kv=float16 length=1000 queries=1 (33
 for prefill) kv_heads=1, and the options of `numba_paged.decode` that are numbers (window, soft_cap, split_size). The
-attention runs on the tests' PTX machine; every kernel that it launches is shown.
+attention runs on the tests' PTX machine; every kernel that it launches is shown, and why it was chosen. Of a decode, so
+is what one more token in the cache costs, beside the figure of a kernel on plain cores without sharing among the heads
+of a group: vLLM's paged_attention_v2, 31.5 warp instructions for each query head (nvcc 13.0, head_dim 128, 16 bits).
 """
 
 import argparse
@@ -21,12 +23,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import cubin as machine_code  # noqa: E402
 import numba_paged as npg  # noqa: E402
 from numba_paged.cuda.backend import CudaBackend  # noqa: E402
+from numba_paged.cuda.choose import choose, item_sizes  # noqa: E402
 from numba_paged.cuda.compile import compile_cubin  # noqa: E402
+from numba_paged.cuda.warp import AttendSpec  # noqa: E402
 from numba_paged.formats import FORMATS  # noqa: E402
 from ptx_device import DeviceArray, PtxDevice, used_for_device_arrays  # noqa: E402
 
 FACTS = {"cc": "9.0", "group": 4, "head_dim": 128, "block": 16, "q": "float16", "kv": "float16", "length": 1000,
          "queries": 1, "kv_heads": 1}
+VLLM_V2 = 31.5
+"""Warp instructions of vLLM's paged_attention_v2 for a token of keys and values and one query head."""
+
 OPTIONS = {"window": int, "soft_cap": float, "split_size": int}
 
 
@@ -83,6 +90,24 @@ def bytes_in_flight(result, num_warps, loop):
     return num_warps * (younger + 1) * copied // groups, f"{younger + 1} groups of copies of {copied // groups} bytes"
 
 
+def reason(kernel, cc):
+    """Why a kernel was chosen, as text; empty for one that does not attend."""
+    spec = getattr(kernel.spec, "attend", kernel.spec)
+    if not isinstance(spec, AttendSpec):
+        return ""
+    choices = (choose(spec, cc, size) for size in item_sizes(spec.group, spec.head_dim, 64))
+    return next(f"\n  {choice.why}" for choice in choices if choice.kernel is kernel)
+
+
+def compare(facts):
+    """What a decode pays for one more token of a sequence, ours and vLLM's, as text."""
+    devices = [launch("decode", {**facts, "length": length}, {"split_size": length}) for length in (512, 1024)]
+    counts = [sum(run.result.stats.warp_instructions for run in device.launches) for device in devices]
+    ours, theirs = (counts[1] - counts[0]) / 512 / facts["kv_heads"], VLLM_V2 * facts["group"]
+    return (f"one more token of a kv head, group {facts['group']}: {ours:.1f} warp instructions (PTX, executed); "
+            f"vLLM v2 {theirs:.1f} (SASS)\n")
+
+
 def describe(kernel, result, cc):
     """What there is to say of a kernel, as text."""
     cubin = compile_cubin(kernel, cc)
@@ -94,7 +119,7 @@ def describe(kernel, result, cc):
     flying, found = bytes_in_flight(result, warps, loop)
     spills = sum(count for opcode, count in machine_code.mix(code).items() if opcode[:3] in ("LDL", "STL"))
     shown = ", ".join(f"{opcode} {count}" for opcode, count in machine_code.mix(loop).items())
-    return f"""{kernel.name} for compute capability {cc[0]}.{cc[1]}: {kernel.spec}
+    return f"""{kernel.name} for compute capability {cc[0]}.{cc[1]}: {kernel.spec}{reason(kernel, cc)}
   {used.registers} registers, {used.stack} bytes of stack, {spills} local loads and stores, {len(code)} instructions
   a block: {kernel.num_threads} threads, {kernel.shared_bytes} bytes of shared memory; {blocks} ({warps} warps) fit
   inner loop, {len(loop)} instructions: {shown or "none that loads"}
@@ -109,10 +134,13 @@ def main(arguments=None):
     parser.add_argument("spec", nargs="+")
     try:
         for text in parser.parse_args(arguments).spec:
-            device = launch(*parse(text))
+            operation, facts, options = parse(text)
+            device = launch(operation, facts, options)
             for kernel in dict.fromkeys(run.kernel for run in device.launches):
                 result = next(run.result for run in device.launches if run.kernel is kernel)
                 print(describe(kernel, result, device.compute_capability))
+            if operation == "decode" and not options:
+                print(compare(facts))
     except (ValueError, FileNotFoundError) as error:
         print(error)
         return 1

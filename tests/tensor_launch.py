@@ -12,9 +12,6 @@ from numba_paged.score import score_factors
 from numba_paged.spec import NO_WINDOW, AttentionOptions
 from ptx_device import PtxDevice
 
-WEIGHT_ROUNDING = {"bfloat16": 2.0**-9}
-"""Half a unit in the last place of the weights, by the pool's format; they are float16 beside every other format."""
-
 
 def spec_of(shape, cc, options):
     """The `AttendSpec` of a problem, of pools that allow the widest accesses."""
@@ -69,7 +66,7 @@ def _merge(merges, parts, part_lses, sinks, out, lse):
 def check(problem, cc=(9, 0), query_tile=1, **options):
     """Attend and compare with the oracle; returns the launch."""
     out, lse, launch = attend(problem, cc, query_tile, **options)
-    rounding = WEIGHT_ROUNDING.get(problem.shape.kv_dtype, 2.0**-12)
+    rounding = tolerances.tensor_weight_rounding(problem.shape.q_dtype, problem.shape.kv_dtype)
     tolerances.assert_attention(out, lse, problem.expected(**options), problem.q.dtype, problem.shape.head_dim,
                                 options.get("soft_cap"), rounding)
     return launch

@@ -176,8 +176,8 @@ def test_bytes_in_flight(facts, cc):
 
 @functools.cache
 def run_decode(group, cc=(9, 0), length=1000, options=(), **facts):
-    """(launch, bytes of the visible keys) of a decode of one sequence, pools and launch named."""
-    shape = Shape(group, 1, facts.get("head_dim", 128), facts.get("block_size", 16), "float16", facts.get("kv", "float16"))
+    """(launch, bytes of the visible keys) of a decode of one sequence, float32 queries, pools and launch named."""
+    shape = Shape(group, 1, facts.get("head_dim", 128), facts.get("block_size", 16), "float32", facts.get("kv", "float16"))
     problem = decode_problem(shape, [length], layout="HND")
     device = PtxDevice(cc)
     device.memory.add(problem.keys, name="keys")

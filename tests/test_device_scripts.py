@@ -77,14 +77,16 @@ def row(group, seconds, peers=(), wrong=None):
     """A result."""
     case = device_cases.Case("decode", group, 8, 8192, "float16")
     return {**vars(case), "seconds": seconds, "bytes_per_second": case.num_bytes / seconds, "share_of_copy": 0.5,
-            "flops_per_second": case.num_flops / seconds, "host_seconds": 9e-6, "wrong": wrong, "peers": dict(peers)}
+            "plain_seconds": 3e-3 if group > 1 else None, "flops_per_second": case.num_flops / seconds,
+            "host_seconds": 9e-6, "wrong": wrong, "peers": dict(peers)}
 
 
 def test_the_table_has_a_line_for_each_case():
     rows = [row(1, 1e-3, {"FlashInfer": 2e-3, "SDPA": 1.5e-3}), row(4, 1e-3, wrong="out[0] is 1"), row(8, 1e-3)]
     head, line = check_device.table(rows).splitlines()
     assert head.split() == ["group", "1", "group", "4", "group", "8"]
-    assert line.split() == ["decode", "8", "x", "8192", "float16", "50", "%", "x", "1.50", "WRONG", "50", "%"]
+    assert line.split() == ["decode", "8", "x", "8192", "float16", "50", "%", "x", "1.50", "WRONG", "50", "%", "t", "3.00"]
+    assert "plain cores 3.000 ms" in check_device.detail(rows[2])
     assert "FlashInfer 2.000 ms" in check_device.detail(rows[0]) and "WRONG: out[0]" in check_device.detail(rows[1])
 
 
@@ -145,8 +147,9 @@ def test_the_profile_has_a_range_for_every_part():
 def test_a_kernel_is_shown(capsys):
     assert show_kernel.main(["decode,length=100,kv_heads=2"]) == 0
     text = capsys.readouterr().out
-    for part in ("decode for compute capability 9.0", "registers, 0 bytes of stack, 0 local", "inner loop", "LDGSTS",
-                 "bytes in flight", "warp instructions", "keys: loaded"):
+    for part in ("decode_mma for compute capability 9.0", "columns of products", "vLLM v2 126.0",
+                 "registers, 0 bytes of stack, 0 local", "inner loop", "LDGSTS", "bytes in flight", "warp instructions",
+                 "keys: loaded"):
         assert part in text
 
 

@@ -48,6 +48,14 @@ def half_unit_in_last_place(x, dtype):
     return 0.5 * 2.0 ** (exponent - info.nmant)
 
 
+def tensor_weight_rounding(q_dtype, kv_dtype):
+    """The w of the module where queries and pool of these formats may meet on tensor cores (0: they never do)."""
+    operand = "bfloat16" if kv_dtype == "bfloat16" else "float16"
+    if kv_dtype in ("float32", "int8") or q_dtype not in (operand, "bfloat16"):
+        return 0.0
+    return 2.0**-9 if operand == "bfloat16" else 2.0**-12
+
+
 def score_errors(expected, head_dim, soft_cap=None):
     """Absolute errors of a row's largest score, independent and common to its keys; each [num_tokens, num_q_heads]."""
     common = OPERATIONS * UNIT * (expected.score_size + (soft_cap or 0.0))

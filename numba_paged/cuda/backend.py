@@ -10,7 +10,8 @@ from ..formats import QUERY_FORMATS, format_of
 from ..plan import NUM_QUERIES, Tiling
 from ..score import score_factors
 from ..spec import NO_WINDOW
-from . import append, decode, merge, prefill
+from . import append, merge
+from .choose import choose, item_sizes
 from .codecs import FLOAT32, ITEMSIZE, code_of
 from .device import CudaDevice
 from .warp import AttendSpec
@@ -27,16 +28,19 @@ _factors = functools.lru_cache(maxsize=256)(score_factors)
 _attend_spec, _merge_spec = functools.cache(AttendSpec), functools.cache(merge.MergeSpec)
 
 
-class _Items(NamedTuple):
-    """A plan's items by the kernel that takes them: those of one query token are decoded, in any batch alike."""
+class _Bucket(NamedTuple):
+    """A plan's items that one kernel takes: those of at most so many query tokens, and of more than the bucket before."""
 
-    decode: np.ndarray
-    prefill: np.ndarray
+    items: np.ndarray
+    most_queries: int
 
 
-def _split_items(items):
-    single = items[:, NUM_QUERIES] == 1
-    return _Items(items[single], items[~single])
+def _sort_items(items, group, head_dim):
+    """Items by the kernel that takes them."""
+    counts = items[:, NUM_QUERIES]
+    sizes = item_sizes(group, head_dim, int(counts.max(initial=1)))
+    return tuple(_Bucket(items[(counts > least) & (counts <= most)], most)
+                 for least, most in zip((0, *sizes), sizes, strict=False))
 
 
 def _strides(array, name):
@@ -82,6 +86,8 @@ class CudaBackend:
     ----------
     device : device.Device, optional
         Where the kernels run; the GPUs of this machine if not given.
+    choose : callable
+        Which kernel attends what: `choose.choose`, or `choose.choose_plain`.
 
     Raises
     ------
@@ -91,9 +97,9 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, device=None):
-        self._device = CudaDevice() if device is None else device
-        self._items = weakref.WeakKeyDictionary()
+    def __init__(self, device=None, choose=choose):
+        self._device, self._choose = CudaDevice() if device is None else device, choose
+        self._buckets = weakref.WeakKeyDictionary()
         self.on, self.view = self._device.on, self._device.view
         self.array, self.to_host = self._device.array, self._device.to_host
         self.empty, self.zeros = self._device.empty, self._device.zeros
@@ -132,10 +138,12 @@ class CudaBackend:
         access = _alignment(spec.head_dim * spec.kv_format.itemsize)
         attend = AttendSpec(q_code, kv_code, spec.head_dim, spec.group, spec.block_size, access,
                             spec.soft_cap is not None, alibi, spec.window is not None, sinks, True)
+        sizes = item_sizes(spec.group, spec.head_dim, self.tiling(spec.group, 1).query_tile)
+        kernels = {self._choose(attend, cc, size).kernel for size in sizes}
         run = _run(spec.head_dim, (16, ITEMSIZE[q_code]), (16, ITEMSIZE[kv_code]))
         new = append.AppendSpec(q_code, kv_code, spec.num_kv_heads, spec.head_dim, spec.block_size, run, False)
         width = _run(spec.head_dim, (16, 4))
-        for kernel in (decode.decode_kernel(attend), prefill.prefill_kernel(attend), append.append_kernel(new),
+        for kernel in (*kernels, append.append_kernel(new),
                        merge.merge_kernel(merge.MergeSpec(FLOAT32, q_code, spec.head_dim, width, sinks))):
             self._device.prepare(kernel)
 
@@ -221,14 +229,14 @@ class CudaBackend:
         lse : array [num_tokens, num_q_heads] of float32, or None
             Filled if it is there.
         """
-        items = self._items.get(plan)
-        if items is None:
-            items = self._items[plan] = _split_items(plan.work.items)
         num_q_heads, head_dim = q.shape[1:]
         num_kv_heads, address = keys.shape[2], self._device.address
+        buckets = self._buckets.get(plan)
+        if buckets is None:
+            buckets = self._buckets[plan] = _sort_items(plan.work.items, num_q_heads // num_kv_heads, head_dim)
         with self._device.on(q=q, keys=keys, values=values, out=out, lse=lse):
-            decode_items, prefill_items, tables, merges = self._device.tables(
-                plan, items.decode, items.prefill, plan.block_tables, plan.work.merges)
+            *item_places, tables, merges = self._device.tables(
+                plan, *(bucket.items for bucket in buckets), plan.block_tables, plan.work.merges)
             part_out = part_lse = None
             if plan.work.num_parts:
                 part_out = self.empty((plan.work.num_parts, num_q_heads, head_dim), np.dtype(np.float32))
@@ -240,12 +248,12 @@ class CudaBackend:
             rest = (tables, 4 * plan.block_tables.shape[1], address(q), *_strides(q, "q"), *places, inner, outer, window,
                     address(options.alibi_slopes), address(out), *_strides(out, "out"), address(lse),
                     address(part_out), address(part_lse), num_q_heads, options.v_scale, address(options.sinks))
-            if len(items.decode):
-                grid = _item_grid(num_kv_heads * decode.decode_shape(spec).num_tiles, len(items.decode))
-                self._device.launch(decode.decode_kernel(spec), grid, (decode_items, len(items.decode), *rest))
-            if len(items.prefill):
-                grid = _item_grid(num_kv_heads, len(items.prefill))
-                self._device.launch(prefill.prefill_kernel(spec), grid, (prefill_items, len(items.prefill), *rest))
+            for bucket, place in zip(buckets, item_places, strict=True):
+                num_items = len(bucket.items)
+                if num_items:
+                    choice = self._choose(spec, self._device.compute_capability, bucket.most_queries)
+                    grid = _item_grid(num_kv_heads * choice.blocks_per_head, num_items)
+                    self._device.launch(choice.kernel, grid, (place, num_items, *rest))
             if plan.work.num_parts:
                 row = 4 * num_q_heads * head_dim
                 self._merge(merges, len(plan.work.merges), (address(part_out), row, row, 4 * head_dim),

@@ -58,7 +58,19 @@ def most_rows(head_dim):
     return 16 if head_dim <= 128 else 8
 
 
-def _general(spec, num_queries, why):
+def item_sizes(group, head_dim, most):
+    """The most query tokens of the items that go to one kernel, in ascending order; items of up to `most` are the last.
+
+    One query token; a few, whose rows are columns of a product; and more. So which kernel an item gets depends on
+    nothing but the item.
+    """
+    few = max(1, most_rows(head_dim) // group)
+    return 1, few, max(few, most)
+
+
+@functools.cache
+def choose_plain(spec, cc, num_queries, why="plain cores were asked for"):
+    """As `choose`, without tensor cores."""
     if num_queries == 1:
         return Choice(decode.decode_kernel(spec), decode.decode_shape(spec).num_tiles, why)
     return Choice(prefill.prefill_kernel(spec), 1, why)
@@ -90,10 +102,10 @@ def choose(spec, cc, num_queries):
     """
     broken = next((rule for rule in RULES if not rule.holds(spec, cc)), None)
     if broken:
-        return _general(spec, num_queries, f"plain cores: {broken.otherwise}")
+        return choose_plain(spec, cc, num_queries, f"plain cores: {broken.otherwise}")
     rows = spec.group * num_queries
     if rows == 1:
-        return _general(spec, num_queries, "plain cores: one query head reads a key, so that a product has one column")
+        return choose_plain(spec, cc, num_queries, "plain cores: a product would have one column, of one query head")
     if rows <= most_rows(spec.head_dim):
         kernel = decode_mma_kernel(DecodeMmaSpec(spec, -(-rows // 8)))
         return Choice(kernel, 1, f"tensor cores: {rows} query rows are columns of products")
