@@ -24,6 +24,7 @@ import numpy as np
 
 from .compiled import bare, inlined, making
 from .errors import CorruptState, OutOfBlocks
+from .scalars import whole_number
 
 REFS, NEXT, PREV, HASH = range(4)
 UID, PARENT = range(2)
@@ -134,9 +135,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks):
-        if int(num_blocks) != num_blocks or not 1 <= num_blocks < 2**31 - 1:
-            raise ValueError(f"num_blocks must be a whole number from 1 to 2**31 - 2, got {num_blocks!r}")
-        self.num_blocks = n = int(num_blocks)
+        self.num_blocks = n = whole_number("num_blocks", num_blocks, 1, 2**31 - 2)
         self.blocks, self.ids = np.zeros((n + 1, 4), np.int32), np.zeros((n, 2), np.int64)
         self.blocks[n, [NEXT, PREV]] = n  # the empty list
         self.stack = np.arange(n - 1, -1, -1, dtype=np.int32)
@@ -180,11 +179,10 @@ class BlockPool:
         OutOfBlocks
             If fewer are free; none was taken.
         """
-        if int(n) != n or n < 0:
-            raise ValueError(f"n must be a whole number >= 0, got {n!r}")
+        n = whole_number("n", n, 0)
         if n > self.num_free:
             raise OutOfBlocks(f"{n} blocks wanted, {self.num_free} of {self.num_blocks} are free")
-        blocks = np.empty(int(n), np.int32)
+        blocks = np.empty(n, np.int32)
         _pop_blocks(*self.arrays, blocks)
         return blocks
 

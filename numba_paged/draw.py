@@ -4,7 +4,7 @@ from html import escape
 
 import numpy as np
 
-from .sequences import LEAVING, LIVE
+from .sequences import LEAVING
 
 CELL, GAP, PER_ROW, TOP = 14, 2, 64, 30
 MOST_CELLS = 4096
@@ -21,7 +21,7 @@ def _color(handle):
 def _owners(sequences):
     """For each block that sequences hold: [(handle, tokens of the sequence in the block)]."""
     owners, block_size = {}, sequences.block_size
-    for row in np.flatnonzero((sequences.states == LIVE) | (sequences.states == LEAVING)):
+    for row in np.flatnonzero(sequences.in_pool() | (sequences.states == LEAVING)):
         length = int(sequences.lengths[row])
         for column, block in enumerate(sequences.blocks(row).tolist()):
             if block >= 0:

@@ -43,13 +43,39 @@ def check_references(pool, sequences, plans, host_blocks):
     CorruptState
         If a block has more or fewer.
     """
-    states, held = sequences.states[:, None], sequences.held()
-    resident = sequences.table[held & ((states == LIVE) | (states == LEAVING))]
+    held, states = sequences.held(), sequences.states
+    resident = sequences.table[held & (sequences.in_pool() | (states == LEAVING))[:, None]]
     holds = np.concatenate([resident, *(plan.copies[:, 0] for plan in plans)])
     _check_counts(pool, holds, "block", "tables and open plans")
     if host_blocks is not None:
         host_blocks.check()
-        _check_counts(host_blocks, sequences.table[held & (states == SWAPPED)], "host block", "swapped out sequences")
+        swapped = sequences.table[held & (states == SWAPPED)[:, None]]
+        _check_counts(host_blocks, swapped, "host block", "swapped out sequences")
+
+
+def check_tails(pool, sequences):
+    """A block that is written without another look at it is held by one row only, and not published.
+
+    Parameters
+    ----------
+    pool : BlockPool
+        The blocks.
+    sequences : SequenceTables
+        Whose last blocks they are.
+
+    Raises
+    ------
+    CorruptState
+        If there is one that is not.
+    """
+    free_slots = sequences.num_blocks * sequences.block_size - sequences.lengths
+    rows = np.flatnonzero((sequences.states == LIVE) & (sequences.planned == 0) & (free_slots > 0))
+    tails = sequences.table[rows, sequences.num_blocks[rows] - 1]
+    wrong = np.flatnonzero((pool.refs[tails] != 1) | (pool.hashes[tails] != 0))
+    if wrong.size:
+        block = tails[wrong[0]]
+        raise CorruptState(f"block {block} is sequence {sequences.handles[rows[wrong[0]]]}'s own last one, but is "
+                           f"published or has {pool.refs[block]} references")
 
 
 def _num_reserved(plan):

@@ -9,11 +9,12 @@ from .backend import load_backend
 from .blocks import BlockPool
 from .draw import Drawing
 from .errors import OutOfBlocks
-from .invariants import check_plans, check_prefixes, check_references
+from .invariants import check_plans, check_prefixes, check_references, check_tails
 from .plan import cut_work
 from .prefix_cache import PrefixCache, truncate_row
-from .sequences import (SWAPPED, UNKNOWN, SequenceTables, copy_tables, find_rows, fork_row, free_row, keep_blocks,
-                        reparent_rows)
+from .scalars import whole_number
+from .sequences import (SWAPPED, UNKNOWN, SequenceTables, copy_tables, empty_tables, find_rows, fork_row, free_row,
+                        keep_blocks, reparent_rows)
 from .sizing import kv_bytes_per_token
 from .spec import NO_WINDOW, AttentionOptions, AttentionSpec
 from .stats import collect
@@ -92,20 +93,15 @@ class PagedKVCache:
                  max_length=None, num_host_blocks=0):
         if not isinstance(spec, AttentionSpec):
             raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
-        if int(num_layers) != num_layers or num_layers < 1:
-            raise ValueError(f"num_layers must be a whole number >= 1, got {num_layers!r}")
-        if int(num_host_blocks) != num_host_blocks or num_host_blocks < 0:
-            raise ValueError(f"num_host_blocks must be a whole number >= 0, got {num_host_blocks!r}")
         self.spec = spec
-        self.num_layers = int(num_layers)
+        self.num_layers = whole_number("num_layers", num_layers)
+        num_host_blocks = whole_number("num_host_blocks", num_host_blocks, 0)
         self._pool = BlockPool(num_blocks)
         self._sequences = SequenceTables(max_sequences, spec.block_size)
         if max_length is None:
             capacity = self._pool.num_blocks * spec.block_size
             max_length = min(capacity, _LONGEST) if spec.window is None else _LONGEST
-        if int(max_length) != max_length or not 1 <= max_length <= _LONGEST:
-            raise ValueError(f"max_length must be a whole number from 1 to {_LONGEST}, got {max_length!r}")
-        self.max_length = int(max_length)
+        self.max_length = whole_number("max_length", max_length, 1, _LONGEST)
         self._prefixes = PrefixCache(self._pool, spec.block_size, bool(prefix_caching))
         self._window = NO_WINDOW if spec.window is None else spec.window
         self._backend = load_backend(backend) if isinstance(backend, str) else backend
@@ -115,7 +111,7 @@ class PagedKVCache:
             self._host = HostPool(num_host_blocks, self._keys, self._values, spec.kv_format.bits, self._backend,
                                   self._prefixes, self._sequences)
         self._copied = np.empty(self._sequences.max_sequences + 1, bool)  # which of a batch copy their last block
-        self._filling = np.empty(self._sequences.max_sequences, np.int64)  # which of a batch fill one
+        self._listed = np.empty(self._sequences.max_sequences + 1, np.int64)  # some of a batch
         self._open_plans = {}  # each plan, and the rows that are freed when it is closed
 
     def _new_pool(self):
@@ -300,13 +296,11 @@ class PagedKVCache:
             length sees slid out of the window.
         """
         row = self._settled_row(seq, "truncate")
-        longest = int(self._sequences.lengths[row])
-        if int(length) != length or not 0 <= length <= longest:
-            raise ValueError(f"length must be from 0 to {longest} for sequence {seq}, got {length!r}")
-        if not truncate_row(*self._pool.arrays, self._prefixes.ids_of, *self._sequences.arrays, row, int(length),
+        length = whole_number(f"length of sequence {seq}", length, 0, int(self._sequences.lengths[row]))
+        if not truncate_row(*self._pool.arrays, self._prefixes.ids_of, *self._sequences.arrays, row, length,
                             self._window):
             first = int(self._sequences.starts[row]) * self.spec.block_size
-            raise ValueError(f"length {length!r} of sequence {seq} needs tokens that slid out of the window of "
+            raise ValueError(f"length {length} of sequence {seq} needs tokens that slid out of the window of "
                              f"{self._window}: position {first} is the first that is left")
 
     def free(self, seq, after=None):
@@ -463,7 +457,7 @@ class PagedKVCache:
         bad, width = find_rows(sequences.rows, seqs)
         if bad >= 0:
             self.blocks(int(seqs[bad]))  # raises what is wrong with it
-        tables = np.empty((seqs.size, width), np.int32)
+        tables = empty_tables(seqs.size, width)
         copy_tables(sequences.table, seqs, tables)
         return tables
 
@@ -495,8 +489,12 @@ class PagedKVCache:
             Blocks; compare with `num_available`.
         """
         seqs, num_new, num_lookahead = self._batch(seqs, num_new, num_lookahead)
-        num_needed, *_ = steps.survey_batch(self._pool, self._sequences, seqs, num_new,
-                                            min(num_lookahead, self.max_length), self.max_length, self._copied)
+        pool, sequences = self._pool, self._sequences
+        code, num_fine, num_needed, *_ = steps.survey_batch(
+            pool.blocks, pool.counts, sequences.rows, sequences.table, seqs, num_new,
+            min(num_lookahead, self.max_length), self.max_length, self.spec.block_size, self._copied, self._listed)
+        if code:
+            steps.refuse(sequences, seqs, num_new, self.max_length, code, num_fine)
         steps.unmark(self._sequences.rows, seqs)
         return num_needed
 
@@ -533,7 +531,7 @@ class PagedKVCache:
         """
         seqs, num_new, num_lookahead = self._batch(seqs, num_new, num_lookahead)
         plan = steps.make_plan(self._pool, self._sequences, self._prefixes.index, seqs, num_new, num_lookahead,
-                               self.max_length, self._copied, self._cut_work)
+                               self.max_length, self._copied, self._listed, self._cut_work)
         if plan.copies.size:
             self._copy_blocks(plan)
         self._open_plans[plan] = []
@@ -560,9 +558,7 @@ class PagedKVCache:
     def _batch(self, seqs, num_new, num_lookahead):
         """What the caller gave, as the arrays that a step takes."""
         seqs = batches.handles(seqs, "seqs")
-        if num_lookahead and (int(num_lookahead) != num_lookahead or num_lookahead < 0):
-            raise ValueError(f"num_lookahead must be a whole number >= 0, got {num_lookahead!r}")
-        return seqs, batches.new_counts(num_new, seqs.size), int(num_lookahead)
+        return seqs, batches.new_counts(num_new, seqs.size), whole_number("num_lookahead", num_lookahead, 0)
 
     def attend(self, layer, q, k, v, plan, *, alibi_slopes=None, sinks=None, k_scale=1.0, v_scale=1.0, out=None,
                return_lse=False):
@@ -636,10 +632,10 @@ class PagedKVCache:
             If the ids or counts are not integers.
         """
         self._require_open(plan)
-        tokens = _NO_TOKENS if tokens is None else batches.token_ids(tokens, "tokens", plan.num_tokens)
+        tokens = _NO_TOKENS if tokens is None else batches.token_ids(tokens, "tokens", plan.slots.size)
         accepted = _ALL_ACCEPTED if accepted is None else batches.accepted_counts(accepted, plan.query_starts)
         steps.commit(*self._pool.arrays, *self._prefixes.arrays, *self._sequences.arrays, plan.seqs,
-                     plan.query_starts, tokens, accepted, plan.copies, self._window, self._filling)
+                     plan.query_starts, tokens, accepted, plan.copies, self._window, self._listed)
         self._close_plan(plan)
 
     def rollback(self, plan):
@@ -749,6 +745,7 @@ class PagedKVCache:
         self._pool.check()
         self._sequences.check(self._window)
         check_references(self._pool, self._sequences, self._open_plans, self._host and self._host.blocks)
+        check_tails(self._pool, self._sequences)
         check_plans(self._sequences, self._open_plans)
         if self._prefixes.enabled:
             check_prefixes(self._prefixes, self._sequences, sliding=self.spec.window is not None)

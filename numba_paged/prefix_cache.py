@@ -24,8 +24,8 @@ import numpy as np
 from .blocks import (HASH, NEXT, NUM_CACHED, NUM_EVICTED, NUM_FREE, PARENT, PREV, REFS, UID, drop_block, new_uid,
                      pop_free, push_free, share_block, unlink_cached)
 from .compiled import bare, inlined, making, prefetch, prefetch_row
-from .sequences import (CHAIN, FREE, KNOWN, LENGTH, NO_BLOCK, NUM_BLOCKS, START, UNKNOWN, copy_values, keep_blocks,
-                        num_hidden)
+from .sequences import (CHAIN, FORKED, FREE, KNOWN, LENGTH, NO_BLOCK, NUM_BLOCKS, START, STATE, UNKNOWN, copy_values,
+                        keep_blocks, num_hidden)
 from .sizing import num_blocks_for
 
 EMPTY = 0
@@ -215,7 +215,7 @@ def truncate_row(blocks, ids, stack, counts, ids_of, rows, tails, table, row, le
     if length < rows[row, KNOWN]:
         _forget_tokens(ids, ids_of, rows, tails, table, row, length)
     keep_blocks(blocks, stack, counts, rows, table, row, kept)
-    rows[row, LENGTH] = length
+    rows[row, STATE], rows[row, LENGTH] = FORKED, length
     return True
 
 

@@ -18,15 +18,20 @@ import numpy as np
 from .blocks import REFS, drop_block
 from .compiled import bare, inlined, making
 from .errors import CorruptState, OutOfBlocks, UnknownSequence
+from .scalars import whole_number
 from .sizing import num_blocks_for
 
 HANDLE, STATE, LENGTH, NUM_BLOCKS, START, PLANNED, KNOWN, CHAIN = range(8)
 
-FREE, LIVE, SWAPPED, LEAVING = range(4)
-"""The states of a row: without a sequence; in the pool; in the host pool; freed, but its last plan is still open."""
+FREE, LIVE, FORKED, SWAPPED, LEAVING = range(5)
+"""The states of a row: without a sequence; in the pool; in the pool, and its last block may have other holders or be
+published, if tokens fit in still; in the host pool; freed, but its last plan is still open."""
 
 NO_BLOCK = -1
 """What a table holds past a sequence's blocks, and where a block slid out of the window; no kernel reads it."""
+
+_LARGE = 1 << 14
+"""Entries of tables that are not small."""
 
 UNKNOWN = -1
 """The KNOWN of a sequence whose blocks can no longer be published."""
@@ -48,16 +53,33 @@ def keep_blocks(blocks, stack, counts, rows, table, row, kept):
     rows[row, START] = min(rows[row, START], kept)
 
 
+@inlined
+def _in_pool(rows, row):
+    return LIVE <= rows[row, STATE] <= FORKED
+
+
 @bare
 def find_rows(rows, seqs):
     """(The first handle that names no sequence in the pool, or -1; the most blocks that one of them has)."""
     width = 0
     for i in range(seqs.size):
         row = row_of(rows, seqs[i])
-        if rows[row, HANDLE] != seqs[i] or rows[row, STATE] != LIVE:
+        if rows[row, HANDLE] != seqs[i] or not _in_pool(rows, row):
             return i, 0
         width = max(width, rows[row, NUM_BLOCKS])
     return -1, width
+
+
+def empty_tables(num_seqs, width):
+    """An array for the beginnings of rows, not filled.
+
+    A large one is part of one that is a little larger, so that it has the same size while the longest sequence grows by
+    a few blocks: new sizes are new memory, which the system clears page by page, and that takes longer than the step.
+    """
+    if num_seqs * width < _LARGE:
+        return np.empty((num_seqs, width), np.int32)
+    flat = np.empty(num_seqs * (width + 63 & -64), np.int32)
+    return flat[: num_seqs * width].reshape(num_seqs, width)
 
 
 @bare
@@ -97,6 +119,7 @@ def fork_row(blocks, rows, tails, table, parent, child):
     """Make an empty row hold what another holds: every block is shared, none is copied."""
     for column in range(rows[parent, START], rows[parent, NUM_BLOCKS]):
         blocks[table[parent, column], REFS] += 1
+    rows[parent, STATE] = rows[child, STATE] = FORKED
     copy_values(rows[parent, LENGTH:], rows[child, LENGTH:])
     copy_values(tails[parent], tails[child])
     copy_values(table[parent], table[child])
@@ -105,7 +128,7 @@ def fork_row(blocks, rows, tails, table, parent, child):
 @bare
 def free_row(blocks, stack, counts, rows, table, row, seq):
     """Drop the blocks of a row and make its handle one that names no sequence; False if it is not live and settled."""
-    if rows[row, HANDLE] != seq or rows[row, STATE] != LIVE or rows[row, PLANNED]:
+    if rows[row, HANDLE] != seq or not _in_pool(rows, row) or rows[row, PLANNED]:
         return False
     keep_blocks(blocks, stack, counts, rows, table, row, 0)
     rows[row, HANDLE] += rows.shape[0]
@@ -116,6 +139,7 @@ def free_row(blocks, stack, counts, rows, table, row, seq):
 @bare
 def _share_rows(blocks, rows, table, parents):
     for row in parents:
+        rows[row, STATE] = FORKED
         for column in range(rows[row, START], rows[row, NUM_BLOCKS]):
             blocks[table[row, column], REFS] += 1
 
@@ -124,6 +148,7 @@ def _share_rows(blocks, rows, table, parents):
 def _empty_rows(blocks, stack, counts, rows, table, children):
     for row in children:
         keep_blocks(blocks, stack, counts, rows, table, row, 0)
+        rows[row, STATE] = FORKED
 
 
 @making
@@ -154,9 +179,7 @@ class SequenceTables:
     """
 
     def __init__(self, max_sequences, block_size):
-        if int(max_sequences) != max_sequences or not 1 <= max_sequences < 2**31:
-            raise ValueError(f"max_sequences must be a whole number from 1 to 2**31 - 1, got {max_sequences!r}")
-        self.block_size, self.max_sequences = block_size, int(max_sequences)
+        self.block_size, self.max_sequences = block_size, whole_number("max_sequences", max_sequences, 1, 2**31 - 1)
         self.num_rows = 1 << (self.max_sequences - 1).bit_length()
         self.rows = np.zeros((self.num_rows, 8), np.int64)
         self.tails = np.zeros((self.num_rows, block_size), np.int32)
@@ -354,6 +377,15 @@ class SequenceTables:
                 raise CorruptState(f"sequence {self.handles[row]} {what}: length {self.lengths[row]}, "
                                    f"{self.planned[row]} planned, {self.num_blocks[row]} blocks from number "
                                    f"{self.starts[row]} on, {self.known[row]} known ids, table {self.blocks(row)}")
+
+    def in_pool(self):
+        """Which rows have a sequence whose blocks are in the pool.
+
+        Returns
+        -------
+        numpy.ndarray of bool, [num_rows]
+        """
+        return (self.states == LIVE) | (self.states == FORKED)
 
     def held(self):
         """Which entries of the table name a block.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .blocks import NUM_COPIED, NUM_EVICTED
-from .sequences import LIVE, SWAPPED
+from .sequences import SWAPPED
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def collect(pool, sequences, prefixes, host, bytes_per_token):
     -------
     CacheStats
     """
-    resident, block_size = sequences.states == LIVE, sequences.block_size
+    resident, block_size = sequences.in_pool(), sequences.block_size
     hidden = sequences.starts[resident] * block_size
     num_tokens = int((sequences.lengths[resident] - hidden).sum())
     return CacheStats(

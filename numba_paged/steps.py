@@ -13,13 +13,15 @@ from .compiled import bare, inlined, prefetch_row
 from .errors import OutOfBlocks
 from .plan import NO_COPIES, NO_SLOTS, Plan
 from .prefix_cache import append_tokens, evict_block, hash_prefix, prefetch_place, take_block, unpublish_block
-from .sequences import (CHAIN, HANDLE, KNOWN, LENGTH, LIVE, NUM_BLOCKS, PLANNED, STATE, SWAPPED, keep_blocks,
-                        num_hidden, row_of, slide_window)
+from .sequences import (CHAIN, FORKED, HANDLE, KNOWN, LENGTH, LIVE, NUM_BLOCKS, PLANNED, STATE, SWAPPED, copy_tables,
+                        empty_tables, keep_blocks, num_hidden, row_of, slide_window)
 from .spec import NO_WINDOW
 
 FINE, GONE, AWAY, BUSY, TWICE, TOO_FEW, TOO_LONG = range(7)
 """What is wrong with a sequence of a plan: nothing; its handle names no sequence; it is swapped out; it is in an open
 plan; it is named twice; its count is below 1; it would be longer than `max_length`."""
+
+INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)  # made once: to look them up takes as long as an empty array
 
 _MARK = -1
 """The PLANNED of a sequence that the plan being surveyed has named already."""
@@ -52,96 +54,105 @@ def unmark(rows, seqs):
         rows[row_of(rows, seq), PLANNED] = 0
 
 
+@inlined
+def _must_copy(blocks, tail, length):
+    """Whether a row must copy its last block before it writes to it: others hold it too, or it is published, or a row
+    of the same plan that held it has tokens past `length` in it."""
+    return tail >= 0 and (blocks[tail, REFS] > 1 or blocks[tail, HASH] != 0 or blocks[tail, NEXT] > length)
+
+
 @bare
-def _survey(blocks, counts, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied):
-    """What a plan would take: (code, sequence, and what `survey_batch` returns).
-
-    The sequence is the one that the code is about, the first that cannot be planned; if there is none, the rows stay
-    marked as being planned. Marks in `copied` which rows must
-    copy their last block before they write to it: others hold it too, or it is published (`own`: and no other row holds
-    it). Of several rows of one plan that share a block the last to go may write in place, unless it would overwrite
-    tokens of one that went before, which gets the block back if the plan is undone.
-    """
-    code, num_rows = FINE, 0
-    num_needed = num_copied = num_own = num_tokens = width = 0
-    for i in range(seqs.size):
-        row, count = row_of(rows, seqs[i]), num_new[i if num_new.size > 1 else 0]
-        code = _refusal(rows, row, seqs[i], count, max_length)
-        if code:
-            break
-        rows[row, PLANNED], num_rows = _MARK, i + 1
-        length, num_blocks = rows[row, LENGTH], rows[row, NUM_BLOCKS]
-        stop = min(length + count + num_lookahead, max_length)
-        if stop > num_blocks * block_size:
-            num_blocks = (stop + block_size - 1) // block_size
-            num_needed += num_blocks - rows[row, NUM_BLOCKS]
-        width, num_tokens = max(width, num_blocks), num_tokens + count
-        tail = _tail(rows, table, row, block_size)
-        # A block in use is in no list; until this function ends, NEXT is the length of the longest row that copies it.
-        copied[i] = tail >= 0 and (blocks[tail, REFS] > 1 or blocks[tail, HASH] != 0 or blocks[tail, NEXT] > length)
-        if copied[i]:
-            num_copied += 1
-            num_own += blocks[tail, REFS] == 1 and blocks[tail, HASH] != 0 and blocks[tail, NEXT] == 0
-            blocks[tail, REFS] -= 1
-            blocks[tail, NEXT] = max(blocks[tail, NEXT], length)
-    for i in range(num_rows if num_copied else 0):
-        if copied[i]:
-            tail = _tail(rows, table, row_of(rows, seqs[i]), block_size)
-            blocks[tail, REFS] += 1
-            blocks[tail, NEXT] = 0
-    if code:
-        unmark(rows, seqs[:num_rows])
-    num_needed += num_copied
-    num_available = counts[NUM_FREE] + counts[NUM_CACHED]
-    evicts_own = num_needed > num_available and num_own > 0
-    if evicts_own:
-        num_needed, num_copied = num_needed - num_own, num_copied - num_own
-    return code, num_rows, num_needed, num_available, num_copied, evicts_own, num_tokens, width
-
-
-def survey_batch(pool, sequences, seqs, num_new, num_lookahead, max_length, copied):
+def survey_batch(blocks, counts, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied, touched):
     """What a plan would take, or why there is none; afterwards `unmark` the sequences, or plan them.
+
+    Of several rows of one plan that share their last block the last to go may write in place, unless it would overwrite
+    tokens of one that went before, which gets the block back if the plan is undone.
 
     Parameters
     ----------
-    pool : BlockPool
-        The blocks.
-    sequences : SequenceTables
-        The sequences.
+    blocks, counts, rows, table
+        As in blocks and sequences.
     seqs : int64 [num_seqs]
         Handles.
     num_new : int64 [num_seqs] or [1]
         New tokens of each, or of every one.
-    num_lookahead, max_length : int
+    num_lookahead, max_length, block_size : int
         As in `PagedKVCache.plan`, the first at most the second.
     copied : bool [max_sequences + 1]
         Filled: which sequences copy their last block.
+    touched : int64 [max_sequences + 1]
+        Filled from its beginning: those that need something of the pool, few in a batch that adds a token each.
 
     Returns
     -------
+    code, num_fine : int
+        What is wrong with the sequence after the first `num_fine` ones, or FINE; only then are they marked as planned.
     num_needed, num_available : int
         Blocks that it takes, and that there are.
     num_copied : int
         Of the blocks that it takes, those that are copies.
     evicts_own : bool
-        Whether the blocks do not suffice if published ones that only their sequence holds are copied.
-    num_tokens, width : int
-        New tokens, and blocks of the longest sequence.
+        Whether the blocks do not suffice if published ones that only their sequence holds (`num_own`) are copied.
+    num_tokens, width, num_touched : int
+        New tokens, blocks of the longest sequence, and entries of `touched`.
+    """
+    code, num_fine = FINE, 0
+    num_needed = num_copied = num_own = num_tokens = width = num_touched = 0
+    for i in range(seqs.size):
+        row, count = row_of(rows, seqs[i]), num_new[i if num_new.size > 1 else 0]
+        code = _refusal(rows, row, seqs[i], count, max_length)
+        if code:
+            break
+        rows[row, PLANNED], num_fine = _MARK, i + 1
+        length, num_blocks = rows[row, LENGTH], rows[row, NUM_BLOCKS]
+        stop = min(length + count + num_lookahead, max_length)
+        num_more = (stop + block_size - 1) // block_size - num_blocks if stop > num_blocks * block_size else 0
+        copied[i] = rows[row, STATE] == FORKED and _must_copy(blocks, _tail(rows, table, row, block_size), length)
+        if copied[i]:
+            tail = _tail(rows, table, row, block_size)
+            num_copied += 1
+            num_own += blocks[tail, REFS] == 1 and blocks[tail, HASH] != 0 and blocks[tail, NEXT] == 0
+            # A block in use is in no list; until this function ends, NEXT is the length of the longest row that copies it.
+            blocks[tail, REFS] -= 1
+            blocks[tail, NEXT] = max(blocks[tail, NEXT], length)
+        if num_more or copied[i] or (counts[HAS_HOST] and length < num_blocks * block_size):
+            touched[num_touched], num_touched = i, num_touched + 1
+        num_needed, num_tokens = num_needed + num_more, num_tokens + count
+        width = max(width, num_blocks + num_more)
+    for i in range(num_fine if num_copied else 0):
+        if copied[i]:
+            tail = _tail(rows, table, row_of(rows, seqs[i]), block_size)
+            blocks[tail, REFS] += 1
+            blocks[tail, NEXT] = 0
+    if code:
+        unmark(rows, seqs[:num_fine])
+    num_needed += num_copied
+    num_available = counts[NUM_FREE] + counts[NUM_CACHED]
+    evicts_own = num_needed > num_available and num_own > 0
+    if evicts_own:
+        num_needed, num_copied = num_needed - num_own, num_copied - num_own
+    return code, num_fine, num_needed, num_available, num_copied, evicts_own, num_tokens, width, num_touched
+
+
+def refuse(sequences, seqs, num_new, max_length, code, index):
+    """Raise what `survey_batch` found.
+
+    Parameters
+    ----------
+    sequences : SequenceTables
+        The sequences.
+    seqs, num_new, max_length
+        As in `survey_batch`.
+    code, index : int
+        What is wrong with which.
 
     Raises
     ------
     UnknownSequence
-        If a handle names no living sequence.
+        If the handle names no living sequence.
     ValueError
-        If a sequence is named twice, is swapped out or in an open plan, or a count or a length is out of its range.
+        If the sequence is named twice, is swapped out or in an open plan, or a count or a length is out of its range.
     """
-    if seqs.size >= copied.size:  # more than there can be: one of these is named twice
-        seqs = seqs[: copied.size]
-    code, index, num_needed, num_available, num_copied, evicts_own, num_tokens, width = _survey(
-        pool.blocks, pool.counts, sequences.rows, sequences.table, seqs, num_new, num_lookahead, max_length,
-        sequences.block_size, copied)
-    if code == FINE:
-        return num_needed, num_available, num_copied, evicts_own, num_tokens, width
     seq, count = int(seqs[index]), int(num_new[index if num_new.size > 1 else 0])
     if code == GONE:
         raise sequences.unknown(seq)
@@ -179,57 +190,74 @@ def _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies):
 
 
 @inlined
-def _write_slots(table, row, column, offset, count, block_size, slots, at):
-    """Write the slots from an offset in a row's block on to slots[at : at + count]."""
-    for i in range(at, at + count):
-        slots[i] = np.int64(table[row, column]) * block_size + offset
-        offset += 1
-        if offset == block_size:
-            column, offset = column + 1, 0
+def _last_column(rows, row, position, block_size):
+    """Which of a row's blocks a position is in that is one of the last."""
+    column = rows[row, NUM_BLOCKS] - 1
+    while column * block_size > position:
+        column -= 1
+    return column
+
+
+@inlined
+def _write_tokens(table, row, column, length, count, block_size, positions, slots, at):
+    """Write the positions and slots of a row's next tokens, the first of them in block `column`, from `at` on."""
+    stop = length + count
+    while True:  # there is one at least, and not one more in most steps
+        positions[at], slots[at] = length, np.int64(table[row, column]) * block_size + length - column * block_size
+        length, at = length + 1, at + 1
+        if length == stop:
+            break
+        if length == (column + 1) * block_size:
+            column += 1
 
 
 @bare
-def _take(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied,
-         query_starts, lengths, block_tables, positions, slots, copies):
-    """Give each row the blocks that it needs, and write the plan: what was surveyed and has room."""
+def _take(blocks, ids, stack, counts, index, rows, table, row, stop, copied, block_size):
+    """Give a row the blocks that it needs up to position `stop`, once it has a copy of its last one if it must."""
+    tail = _tail(rows, table, row, block_size)
+    if counts[HAS_HOST] and tail >= 0 and not copied:
+        ids[tail, UID] = new_uid(counts)  # it will be written: a copy on the host is no longer equal to it
+    while rows[row, NUM_BLOCKS] * block_size < stop:
+        table[row, rows[row, NUM_BLOCKS]] = take_block(blocks, ids, stack, counts, index)
+        rows[row, NUM_BLOCKS] += 1
+
+
+@bare
+def _make(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_lookahead, max_length, block_size, copied,
+          touched, num_touched, query_starts, lengths, block_tables, positions, slots, copies):
+    """Give the rows the blocks that they need, and write the plan: what was surveyed and has room."""
     copy = token = 0
-    for i in range(seqs.size):
+    for i in touched[:num_touched]:
         row, count = row_of(rows, seqs[i]), num_new[i if num_new.size > 1 else 0]
-        length = rows[row, LENGTH]
         if copied[i]:
             _copy_tail(blocks, ids, stack, counts, index, rows, table, row, copies[copy])
             copy += 1
-        elif counts[HAS_HOST]:
-            tail = _tail(rows, table, row, block_size)
-            if tail >= 0:
-                ids[tail, UID] = new_uid(counts)  # it will be written: a copy on the host is no longer equal to it
-        column = rows[row, NUM_BLOCKS] - (length < rows[row, NUM_BLOCKS] * block_size)
-        stop = min(length + count + num_lookahead, max_length)
-        while rows[row, NUM_BLOCKS] * block_size < stop:
-            table[row, rows[row, NUM_BLOCKS]] = take_block(blocks, ids, stack, counts, index)
-            rows[row, NUM_BLOCKS] += 1
-        rows[row, PLANNED] = stop - length
-        query_starts[i], lengths[i] = token, length + count
-        for j in range(count):
-            positions[token + j] = length + j
-        _write_slots(table, row, column, length - column * block_size, count, block_size, slots, token)
-        token += count
-        for column in range(block_tables.shape[1]):
-            block_tables[i, column] = table[row, column]
-    query_starts[seqs.size] = token
+        stop = min(rows[row, LENGTH] + count + num_lookahead, max_length)
+        _take(blocks, ids, stack, counts, index, rows, table, row, stop, copied[i], block_size)
     counts[NUM_COPIED] += copy
+    for i in range(seqs.size):
+        row, count = row_of(rows, seqs[i]), num_new[i if num_new.size > 1 else 0]
+        length = rows[row, LENGTH]
+        rows[row, STATE], rows[row, PLANNED] = LIVE, min(count + num_lookahead, max_length - length)
+        query_starts[i], lengths[i] = token, length + count
+        column = _last_column(rows, row, length, block_size)
+        _write_tokens(table, row, column, length, count, block_size, positions, slots, token)
+        token += count
+    query_starts[seqs.size] = token
+    copy_tables(table, seqs, block_tables)
 
 
 @bare
 def _reserve_slots(table, seqs, lengths, num_lookahead, max_length, block_size, slots):
     """Write the slots of the positions after a plan's new tokens, up to `max_length`."""
     for i in range(seqs.size):
-        column, num_slots = lengths[i] // block_size, min(num_lookahead, max_length - lengths[i])
-        offset = lengths[i] - column * block_size
-        _write_slots(table, row_of(table, seqs[i]), column, offset, num_slots, block_size, slots, i * num_lookahead)
+        row = row_of(table, seqs[i])
+        for ahead in range(min(num_lookahead, max_length - lengths[i])):
+            column = (lengths[i] + ahead) // block_size
+            slots[i, ahead] = np.int64(table[row, column]) * block_size + lengths[i] + ahead - column * block_size
 
 
-def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, copied, cut):
+def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, copied, touched, cut):
     """Take what a plan needs.
 
     Parameters
@@ -240,7 +268,7 @@ def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, 
         The sequences.
     index : int64 [3 * num_blocks // 2]
         Of the prefix cache.
-    seqs, num_new, num_lookahead, max_length, copied
+    seqs, num_new, num_lookahead, max_length, copied, touched
         As in `survey_batch`, but any look-ahead.
     cut : callable
         As in `Plan`.
@@ -255,32 +283,35 @@ def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, 
     OutOfBlocks
         If too few blocks are available.
     UnknownSequence, ValueError
-        As `survey_batch`.
+        As `refuse`.
     """
     num_reserved = min(num_lookahead, max_length) if num_lookahead else 0
-    num_needed, num_available, num_copied, evicts_own, num_tokens, width = survey_batch(
-        pool, sequences, seqs, num_new, num_reserved, max_length, copied)
     num_seqs, block_size, rows = seqs.size, sequences.block_size, sequences.rows
+    code, num_fine, num_needed, num_available, num_copied, evicts_own, num_tokens, width, num_touched = survey_batch(
+        pool.blocks, pool.counts, rows, sequences.table, seqs, num_new, num_reserved, max_length, block_size, copied,
+        touched)
+    if code:
+        refuse(sequences, seqs, num_new, max_length, code, num_fine)
     try:
         if num_needed > num_available:
             raise OutOfBlocks(f"{num_needed} blocks wanted, {num_available} of {pool.num_blocks} are available")
         if width > sequences.table.shape[1]:
             sequences.reserve_width(width)
-        query_starts, lengths = np.empty(num_seqs + 1, np.int32), np.empty(num_seqs, np.int32)
-        positions, slots = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int64)
-        block_tables = np.empty((num_seqs, width), np.int32)
-        copies = np.empty((num_copied, 2), np.int32) if num_copied else NO_COPIES
-        lookahead_slots = np.full((num_seqs, num_lookahead), -1, np.int64) if num_lookahead else NO_SLOTS
+        query_starts, lengths = np.empty(num_seqs + 1, INT32), np.empty(num_seqs, INT32)
+        positions, slots = np.empty(num_tokens, INT32), np.empty(num_tokens, INT64)
+        block_tables = empty_tables(num_seqs, width)
+        copies = np.empty((num_copied, 2), INT32) if num_copied else NO_COPIES
+        lookahead_slots = np.full((num_seqs, num_lookahead), -1, INT64) if num_lookahead else NO_SLOTS
     except BaseException:
         unmark(rows, seqs)
         raise
     table = sequences.table
     if evicts_own:
         _evict_own(pool.blocks, pool.stack, pool.counts, index, rows, table, seqs, block_size, copied)
-    _take(*pool.arrays, index, rows, table, seqs, num_new, num_reserved, max_length, block_size, copied, query_starts,
-          lengths, block_tables, positions, slots, copies)
+    _make(*pool.arrays, index, rows, table, seqs, num_new, num_reserved, max_length, block_size, copied, touched,
+          num_touched, query_starts, lengths, block_tables, positions, slots, copies)
     if num_lookahead:
-        _reserve_slots(table, seqs, lengths, num_lookahead, max_length, block_size, lookahead_slots.ravel())
+        _reserve_slots(table, seqs, lengths, num_reserved, max_length, block_size, lookahead_slots)
     return Plan(query_starts, lengths, block_tables, cut, seqs, positions, slots, copies, lookahead_slots)
 
 
@@ -291,9 +322,7 @@ def _learn(index, ids_of, factors, rows, tails, table, row, tokens, first, count
     Where that block will be entered is asked for ahead.
     """
     block_size, known = tails.shape[1], rows[row, KNOWN]
-    column = rows[row, NUM_BLOCKS] - 1
-    while column * block_size > known:
-        column -= 1
+    column = _last_column(rows, row, known, block_size)
     filled = known - column * block_size
     fills = filled + count >= block_size
     for i in range(min(count, block_size - filled)):
@@ -349,6 +378,8 @@ def undo(blocks, stack, counts, rows, table, seqs, copies, block_size):
         row = row_of(rows, seqs[i])
         kept = (rows[row, LENGTH] + block_size - 1) // block_size
         rows[row, PLANNED] = 0
+        if rows[row, STATE] == LIVE:
+            rows[row, STATE] = FORKED
         keep_blocks(blocks, stack, counts, rows, table, row, kept)
         if copy and rows[row, LENGTH] % block_size and table[row, kept - 1] == copies[copy - 1, 1]:
             copy -= 1

@@ -12,7 +12,7 @@ from .blocks import HAS_HOST, HASH, NUM_CACHED, NUM_FREE, REFS, UID, BlockPool, 
 from .compiled import bare
 from .errors import OutOfBlocks
 from .prefix_cache import find_block, hash_prefix, publish_block, take_block
-from .sequences import CHAIN, KNOWN, LIVE, NO_BLOCK, START, STATE, SWAPPED
+from .sequences import CHAIN, FORKED, KNOWN, NO_BLOCK, START, STATE, SWAPPED
 
 
 @bare
@@ -71,7 +71,7 @@ def _move_in(blocks, ids, stack, counts, index, ids_of, factors, rows, table, ro
                 hashed = hash_prefix(factors, parent, host_ids_of[host], 0)
                 publish_block(blocks, ids, index, ids_of, block, parent, host_ids_of[host], 0, hashed)
             rows[row, CHAIN] = ids[block, UID]
-    rows[row, STATE] = LIVE
+    rows[row, STATE] = FORKED
 
 
 class HostPool:

@@ -13,7 +13,7 @@ from numba_paged.sequences import SequenceTables
 from numba_paged.swap import HostPool
 
 HOSTS_STATE = (npg.PagedKVCache, npg.BlockPool, SequenceTables, PrefixCache, HostPool)
-SCRATCH = ("_backend", "_copied", "_filling")
+SCRATCH = ("_backend", "_copied", "_listed")
 ERRORS = (npg.OutOfBlocks, npg.UnknownSequence, ValueError)
 COUNTERS = ("num_copied", "num_evicted", "num_swapped_out", "num_swapped_in", "num_free", "num_host_free")
 

@@ -4,7 +4,7 @@ import pytest
 
 import numba_paged as npg
 from caches import prompt, small_cache
-from numba_paged.sequences import LEAVING, SWAPPED
+from numba_paged.sequences import LEAVING, LIVE, SWAPPED
 
 
 def busy_cache():
@@ -36,6 +36,7 @@ BREAKAGES = {
     "a state": (lambda s, a, b, out: s.states.__setitem__(a, 9), "is in no state"),
     "a sequence that is gone": (lambda s, a, b, out: s.states.__setitem__(a, 0), "free rows are not those"),
     "a free row": (lambda s, a, b, out: s.free_rows.pop(), "free rows are not those"),
+    "a last block that is shared": (lambda s, a, b, out: s.states.__setitem__(a, LIVE), "own last one, but .* 2 ref"),
     "a sequence that leaves": (lambda s, a, b, out: s.states.__setitem__(a, LEAVING), "rows that are leaving"),
     "a sequence on the host": (lambda s, a, b, out: s.states.__setitem__(a, SWAPPED), "references, .* hold"),
     "a host block": (lambda s, a, b, out: s.table.__setitem__((out, 0), 3), "host block . has . references"),
