@@ -40,8 +40,11 @@ class Backend(Protocol):
     def tiling(self, group, max_queries) -> Tiling:
         """How work is to be cut for a group size and the longest run of query tokens of a sequence."""
 
-    def append(self, k, v, keys, values, slots, k_scale, v_scale) -> None:
-        """Write k, v [num_tokens, num_kv_heads, head_dim] to the slots of one layer; slot -1 writes nothing."""
+    def append(self, k, v, keys, values, slots, k_scale, v_scale, plan=None) -> None:
+        """Write k, v [num_tokens, num_kv_heads, head_dim] to the slots of one layer; slot -1 writes nothing.
+
+        With the plan whose slots they are, a backend may bring them to its device once for all layers.
+        """
 
     def copy_blocks(self, keys, values, sources, targets) -> None:
         """Copy whole blocks of pools [num_layers, num_blocks, ...], all reads before all writes."""

@@ -604,7 +604,7 @@ class PagedKVCache:
         sinks = checks.sinks(backend, sinks, spec.num_q_heads)
         options = AttentionOptions(spec.scale, spec.soft_cap, spec.window, slopes, sinks, k_scale, v_scale)
         keys, values = self.keys(layer), self.values(layer)
-        backend.append(k, v, keys, values, plan.slots, options.k_scale, options.v_scale)
+        backend.append(k, v, keys, values, plan.slots, options.k_scale, options.v_scale, plan)
         out = backend.empty(q.shape, q.dtype) if out is None else out
         lse = backend.empty(q.shape[:2], np.dtype(np.float32)) if return_lse else None
         backend.attend(q, keys, values, plan, options, out, lse)

@@ -23,7 +23,7 @@ class ArrayBackend:
     def tiling(self, group, max_queries):
         return Tiling(8, 8)
 
-    def append(self, k, v, keys, values, slots, k_scale, v_scale):
+    def append(self, k, v, keys, values, slots, k_scale, v_scale, plan=None):
         for new, pool in ((k, keys), (v, values)):
             pool[slots // pool.shape[1], slots % pool.shape[1]] = new
 

@@ -1,14 +1,22 @@
 """The backends that every test body runs on: the one place that lists them."""
 
-from contextlib import nullcontext
+import functools
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
+import ptxrun
+import pytest
+
+from numba_paged.backend import load_backend
+
+WEIGHTS_HELD = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float8_e4m3fn": 2.0**-12, "float8_e5m2": 2.0**-12}
+"""Half a unit in the last place of the weights that tensor cores take, by the pool's format."""
 
 
 class CPU:
     """NumPy arrays on the CPU backend."""
 
-    name = "cpu"
+    id = name = "cpu"
     marks = ()
 
     def active(self):
@@ -24,9 +32,97 @@ class CPU:
         assert isinstance(x, np.ndarray)
         return x
 
+    def pool(self, shape, dtype, blocks):
+        """Zeros, of which only some blocks are used, so that it may be larger than the memory of the machine."""
+        return np.zeros(shape, dtype)
+
     def weight_rounding(self, q_dtype, kv_dtype):
-        """Half a unit in the last place of the format that carries the softmax weights into p·V (0: float32)."""
+        """Half a unit in the last place of the format that carried the softmax weights into p·V (0: float32)."""
         return 0.0
 
 
-BACKENDS = (CPU(),)
+class Ptx:
+    """The CUDA backend on a device that runs its kernels' PTX on the CPU and fails at any hazard.
+
+    Arrays are the host's own memory, in a wrapper that keeps NumPy from reading it.
+    """
+
+    name = "cuda"
+
+    def __init__(self, cc, *marks):
+        self.id, self.cc, self.marks = f"sm_{cc[0]}{cc[1]}", cc, marks
+
+    @functools.cached_property
+    def backend(self):
+        """The `CudaBackend`; its device remembers what was launched."""
+        from numba_paged.cuda.backend import CudaBackend
+        from ptx_device import PtxDevice
+
+        return CudaBackend(PtxDevice(self.cc))
+
+    @contextmanager
+    def active(self):
+        if ptxrun.missing():
+            pytest.skip(ptxrun.missing())
+        from ptx_device import used_for_device_arrays
+
+        self.device = self.backend._device
+        self.device.reset()
+        with used_for_device_arrays(self.backend):
+            yield
+
+    def asarray(self, x):
+        from ptx_device import DeviceArray
+
+        return DeviceArray(x)
+
+    def asnumpy(self, x):
+        return x.host
+
+    def pool(self, shape, dtype, blocks):
+        array = ptxrun.virtual_array(shape, dtype)
+        self.device.memory.add(array, rows=blocks)
+        return self.asarray(array)
+
+    def weight_rounding(self, q_dtype, kv_dtype):
+        tensor = any(launch.kernel.name.endswith("_mma") for launch in self.device.launches)
+        return WEIGHTS_HELD.get(kv_dtype, 0.0) if tensor else 0.0
+
+
+class Cuda:
+    """CuPy arrays on a GPU."""
+
+    id = name = "cuda"
+    marks = (pytest.mark.gpu,)
+
+    def active(self):
+        try:
+            self.device = load_backend("cuda")._device
+        except (ImportError, RuntimeError) as error:
+            pytest.skip(str(error))
+        return nullcontext()
+
+    def asarray(self, x):
+        """The memory that x is a view of is copied whole, so that its strides mean there what they mean here."""
+        import cupy
+
+        owner = x
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if not owner.flags.c_contiguous:
+            owner = x = np.ascontiguousarray(x)
+        storage = cupy.asarray(owner.reshape(-1).view(np.uint8))
+        offset = x.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+        return cupy.ndarray(x.shape, x.dtype, storage.data + offset, x.strides)
+
+    def asnumpy(self, x):
+        return self.device.to_host(x, "x")
+
+    def pool(self, shape, dtype, blocks):
+        return self.device.zeros(shape, dtype)
+
+    def weight_rounding(self, q_dtype, kv_dtype):
+        return WEIGHTS_HELD.get(kv_dtype, 0.0)
+
+
+BACKENDS = (CPU(), Ptx((9, 0)), Ptx((8, 0), pytest.mark.long), Ptx((10, 0), pytest.mark.long), Cuda())

@@ -1,6 +1,7 @@
 """The backend that a test body runs on, and when the long sweeps run."""
 
 import os
+from collections import Counter
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would contend with those of the kernels
 
@@ -9,7 +10,7 @@ import pytest  # noqa: E402
 from backends import BACKENDS  # noqa: E402
 
 
-@pytest.fixture(params=[pytest.param(b, id=b.name, marks=b.marks) for b in BACKENDS])
+@pytest.fixture(params=[pytest.param(b, id=b.id, marks=b.marks) for b in BACKENDS])
 def backend(request):
     """Makes the arrays of a call and reads its results; see `backends.py`."""
     with request.param.active():
@@ -22,3 +23,9 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say why tests were skipped, each reason once: without a GPU half of the tests have the same."""
+    for reason, count in Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())).items():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

@@ -141,11 +141,12 @@ class PtxDevice:
         copies = [np.array(array, order="C") for array in arrays]
         return Upload(tuple(self.memory.add(copy, readonly=True) for copy in copies), copies)
 
-    def tables(self, owner, *arrays):
-        """An upload once for an owner, who must always come with the same arrays."""
-        if owner not in self._uploads:
-            self._uploads[owner] = self.upload(*arrays)
-        upload = self._uploads[owner]
+    def tables(self, owner, *arrays, what="work"):
+        """An upload once for an owner, who must always come with the same arrays of a name."""
+        uploads = self._uploads.setdefault(owner, {})
+        if what not in uploads:
+            uploads[what] = self.upload(*arrays)
+        upload = uploads[what]
         assert all(np.array_equal(a, b) for a, b in zip(arrays, upload.memory, strict=True))
         return upload.addresses
 

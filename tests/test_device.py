@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -316,8 +317,21 @@ def test_tables_of_two_plans_are_two_copies(machine):
     first = device.tables(plans[0], table)
     table[0] = 6
     second = device.tables(plans[1], table)
-    memory = [device._uploads[plan][0, machine.stream].memory.host.view(np.int32)[0] for plan in plans]
+    memory = [device._uploads[plan]["work", 0, machine.stream].memory.host.view(np.int32)[0] for plan in plans]
     assert first != second and memory == [5, 6]
+
+
+def test_slots_of_a_plan_travel_once_for_all_layers():
+    device = PtxDevice(CC)
+    backend = CudaBackend(device)
+    new = device.array(np.ones((2, 1, 8), np.float32))
+    plan = Plan(np.array([0, 2], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32), None, slots=np.array([3, 1]))
+    with mock.patch.object(device, "upload", wraps=device.upload) as upload:
+        for layer in range(3):
+            keys, values = device.zeros((1, 4, 1, 8), np.float32), device.zeros((1, 4, 1, 8), np.float32)
+            backend.append(new, new, keys, values, plan.slots, 1.0, 1.0, plan)
+            assert keys.host[0, :, 0, 0].tolist() == values.host[0, :, 0, 0].tolist() == [0, 1, 0, 1]
+    assert upload.call_count == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "int64"])

@@ -120,7 +120,7 @@ class CpuBackend:
         pairs = _PAIRS_PER_THREAD if max_queries * group < launch.PANEL_ROWS else launch.PANEL_PAIRS_PER_THREAD
         return Tiling(max(1, _TILE_ROWS // group), pairs * numba.get_num_threads())
 
-    def append(self, k, v, keys, values, slots, k_scale, v_scale):
+    def append(self, k, v, keys, values, slots, k_scale, v_scale, plan=None):
         """Write new keys and values to their slots.
 
         Parameters
@@ -133,6 +133,8 @@ class CpuBackend:
             Where each token is written; -1 writes nothing.
         k_scale, v_scale : float
             What is stored is the number divided by its scale.
+        plan : Plan, optional
+            Of no use here.
         """
         slots = slots.astype(np.int64, copy=False)
         for new, pool, scale in ((k, keys, k_scale), (v, values, v_scale)):

@@ -147,7 +147,7 @@ class CudaBackend:
                        merge.merge_kernel(merge.MergeSpec(FLOAT32, q_code, spec.head_dim, width, sinks))):
             self._device.prepare(kernel)
 
-    def append(self, k, v, keys, values, slots, k_scale, v_scale):
+    def append(self, k, v, keys, values, slots, k_scale, v_scale, plan=None):
         """Write new keys and values to their slots.
 
         Parameters
@@ -160,6 +160,8 @@ class CudaBackend:
             Where each token is written; -1 writes nothing.
         k_scale, v_scale : float
             What is stored is the number divided by its scale.
+        plan : Plan, optional
+            Whose slots they are: they travel once for all layers.
         """
         num_tokens, num_heads, head_dim = k.shape
         address = self._device.address
@@ -172,9 +174,11 @@ class CudaBackend:
                        (_alignment(*places[2], *places[3]), ITEMSIZE[pool]))
             kernel = append.append_kernel(append.AppendSpec(new, pool, num_heads, head_dim, keys.shape[1], run,
                                                             (k_scale, v_scale) != (1.0, 1.0)))
-            upload = self._device.upload(slots.astype(np.int64, copy=False))
+            slots = slots.astype(np.int64, copy=False)
+            upload = self._device.upload(slots) if plan is None else None
+            (place,) = self._device.tables(plan, slots, what="slots") if upload is None else upload.addresses
             num_blocks = -(-num_tokens * num_heads * (head_dim // run) // append.NUM_THREADS)
-            arguments = (upload.addresses[0], num_tokens * num_heads, *sum(places, ()), k_scale, v_scale)
+            arguments = (place, num_tokens * num_heads, *sum(places, ()), k_scale, v_scale)
             self._device.launch(kernel, (num_blocks, 2), arguments)
 
     def copy_blocks(self, keys, values, sources, targets):

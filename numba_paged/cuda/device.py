@@ -71,10 +71,10 @@ class Device(Protocol):
     def upload(self, *arrays) -> "Upload":
         """NumPy arrays, brought to the device in one copy; keep the result until the kernels are launched."""
 
-    def tables(self, owner, *arrays) -> tuple[int, ...]:
+    def tables(self, owner, *arrays, what="work") -> tuple[int, ...]:
         """The addresses of an upload that is made once for an owner (a plan) and lives as long as it does.
 
-        The arrays must not change, and an owner always comes with the same ones.
+        The arrays must not change, and an owner always comes with the same ones under the name `what`.
         """
 
     def prepare(self, kernel: Kernel) -> None:
@@ -229,7 +229,7 @@ class CudaDevice:
 
         self._driver, self._runtime = driver, self._cupy.cuda.runtime
         self._facts, self._loaded = {}, {}
-        self._uploads = weakref.WeakKeyDictionary()  # owner: {(device, stream): Upload}
+        self._uploads = weakref.WeakKeyDictionary()  # owner: {(what, device, stream): Upload}
         self._current()
 
     def _current(self):
@@ -415,7 +415,7 @@ class CudaDevice:
         first = memory.data.ptr
         return Upload(tuple(first + start for start in starts), memory)
 
-    def tables(self, owner, *arrays):
+    def tables(self, owner, *arrays, what="work"):
         """The addresses of arrays that are uploaded once for an owner; see `Device`.
 
         Each stream has its own upload: so what a kernel reads was written on its own stream, and is not overwritten
@@ -427,6 +427,8 @@ class CudaDevice:
             A plan.
         *arrays : numpy.ndarray
             What it carries.
+        what : str
+            Which of the things that it carries.
 
         Returns
         -------
@@ -436,7 +438,7 @@ class CudaDevice:
         if uploads is None:
             uploads = self._uploads[owner] = {}
         stream = self._cupy.cuda.get_current_stream()
-        place = (self._runtime.getDevice(), stream.ptr)
+        place = (what, self._runtime.getDevice(), stream.ptr)
         if place not in uploads:
             uploads[place] = self.upload(*arrays)
         return uploads[place].addresses
