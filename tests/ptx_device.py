@@ -44,6 +44,9 @@ class DeviceArray:
     def __getitem__(self, index):
         return DeviceArray(self.host[index])
 
+    def __setitem__(self, index, values):
+        self.host[index] = values
+
     def view(self, dtype):
         return DeviceArray(self.host.view(dtype))
 

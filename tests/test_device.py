@@ -325,7 +325,8 @@ def test_slots_of_a_plan_travel_once_for_all_layers():
     device = PtxDevice(CC)
     backend = CudaBackend(device)
     new = device.array(np.ones((2, 1, 8), np.float32))
-    plan = Plan(np.array([0, 2], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32), None, slots=np.array([3, 1]))
+    starts, lengths, tables = np.array([0, 2], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32)
+    plan = Plan(starts, lengths, tables, None, slots=np.array([3, 1]))
     with mock.patch.object(device, "upload", wraps=device.upload) as upload:
         for layer in range(3):
             keys, values = device.zeros((1, 4, 1, 8), np.float32), device.zeros((1, 4, 1, 8), np.float32)
