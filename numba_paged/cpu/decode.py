@@ -31,6 +31,7 @@ from .tiles import ROWS, TILE, dot_tile, soften_tile, weigh_tile
 from .units import ARGUMENTS, common_keys, find_rows, finish_row, see_from, see_rows
 
 _ZERO = np.float32(0)
+_ONE = np.float32(1)
 
 
 def _score_tile(scores, rows, first, positions, sees, slopes, factors, has_cap, has_bias):
@@ -99,7 +100,8 @@ def _attend_tile(first, last, h, head, rows, head_dim, strides, places, fetched,
     raise NotImplementedError("compiled code only")
 
 
-@overload(_attend_tile, prefer_literal=True, jit_options={"error_model": "numpy"})
+# Inlined, with all that it calls: handing over as many arrays takes longer than the arithmetic of a tile does.
+@overload(_attend_tile, prefer_literal=True, jit_options={"error_model": "numpy", "_nrt": False, "forceinline": True})
 def _attend_tile_of(first, last, h, head, rows, head_dim, strides, places, fetched, scratch, factors, width, kind, is_dot,
                     has_cap, has_bias):
     if not hasattr(width, "literal_value"):
@@ -119,9 +121,12 @@ def _attend_tile_of(first, last, h, head, rows, head_dim, strides, places, fetch
             count = _tile_rows(real)
             dot_tile(pool, lanes, dot, count, query[h, g].ctypes.data, key_rows, key_offset, next_keys, next_key_offset,
                      num_keys, head_dim, scores.ctypes.data)
-            _score_tile(scores, real, first, positions[start:], sees[start:], row_slopes[h, start:], factors, cap, bias)
-            changed = soften_tile(lanes, count, scores.ctypes.data, state[h, g].ctypes.data)
             low, high = common_keys(sees[start:], real, first, last)
+            lacking = factors[0]
+            if cap or bias or high - low < TILE:  # without them a score is its dot product times a factor
+                _score_tile(scores, real, first, positions[start:], sees[start:], row_slopes[h, start:], factors, cap, bias)
+                lacking = _ONE
+            changed = soften_tile(lanes, count, scores.ctypes.data, state[h, g].ctypes.data, lacking)
             if high - low == num_keys:
                 weigh_tile(pool, lanes, count, scores.ctypes.data, value_rows, value_offset, next_values,
                            next_value_offset, num_keys, head_dim, state[h, g].ctypes.data, changed,
@@ -150,6 +155,62 @@ def _make_scratch(num_heads, num_rows, padded):
             np.empty(num_rows, np.int64), np.empty((num_rows, 2), np.int64), np.empty((num_heads, num_rows), np.float32))
 
 
+def _attend_units(q, keys, values, outputs, tables, lengths, items, geometry, factors, slopes, sinks, parts, part_lses,
+                  window, causal, counter, scratch, places, width, kind, is_dot, has_cap, has_bias):
+    """Take units and attend them until there are none."""
+    raise NotImplementedError("compiled code only")
+
+
+# Without the counting of references to arrays, which takes longer than a tile's arithmetic does.
+@overload(_attend_units, prefer_literal=True, jit_options={"error_model": "numpy", "_nrt": False})
+def _attend_units_of(q, keys, values, outputs, tables, lengths, items, geometry, factors, slopes, sinks, parts, part_lses,
+                     window, causal, counter, scratch, places, width, kind, is_dot, has_cap, has_bias):
+    if not hasattr(width, "literal_value"):
+        return None
+    lanes, pool, dot = width.literal_value, kind.literal_value, is_dot.literal_value
+    cap, bias = has_cap.literal_value, has_bias.literal_value
+
+    def implementation(q, keys, values, outputs, tables, lengths, items, geometry, factors, slopes, sinks, parts,
+                       part_lses, window, causal, counter, scratch, places, width, kind, is_dot, has_cap,
+                       has_bias):
+        num_heads, group, head_dim, max_queries, unit_heads = geometry
+        out, state = scratch[1], scratch[2]
+        ranges = (num_heads + unit_heads - 1) // unit_heads
+        unit = take_unit(counter)
+        while unit < items.shape[0] * ranges:
+            item, start = items[unit // ranges], unit % ranges * unit_heads
+            heads = start, min(start + unit_heads, num_heads)
+            rows, table, stop = item[NUM_QUERIES] * group, tables[item[SEQ]], np.int64(item[STOP])
+            _begin_unit(item, heads, q, group, head_dim, np.int64(lengths[item[SEQ]]), window, causal, slopes, scratch,
+                        lanes, pool, dot)
+            first = max(np.int64(item[START]), see_from(np.int64(item[POSITION]), window))
+            following, turn = places[0], 0
+            if first < stop:
+                find_rows(table, keys, first, stop, following[0])
+                find_rows(table, values, first, stop, following[1])
+            while first < stop:
+                last = min(first + TILE, stop)
+                turn = 1 - turn
+                here, following = following, places[turn]
+                if last < stop:
+                    find_rows(table, keys, last, stop, following[0])
+                    find_rows(table, values, last, stop, following[1])
+                for head in range(heads[0], heads[1]):
+                    ahead, then = (here, head + 1) if head + 1 < heads[1] else (following, heads[0])
+                    fetched = ahead[0].ctypes.data, ahead[1].ctypes.data, then * keys[3], then * values[3]
+                    _attend_tile(first, last, head - heads[0], head, rows, head_dim, (keys[3], values[3]), here, fetched,
+                                 scratch, factors, lanes, pool, dot, cap, bias)
+                first = last
+            for head in range(heads[0], heads[1]):
+                for row in range(rows):
+                    h, g, r = head - heads[0], row // ROWS, row % ROWS
+                    finish_row(item, row, head, group, out[h, g, r], state[h, g, 0, r], state[h, g, 1, r], head_dim,
+                               factors[2], sinks, outputs, parts, part_lses, lanes, pool)
+            unit = take_unit(counter)
+
+    return implementation
+
+
 @functools.cache
 def load_decode(width, kind, is_dot, has_cap, has_bias):
     """The kernel for a vector width, a format of the pool, the bfloat16 dot and the features in use."""
@@ -159,40 +220,11 @@ def load_decode(width, kind, is_dot, has_cap, has_bias):
     def decode(thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
                slopes, sinks, parts, part_lses, window, causal, counter):
         sources  # see machine.SOURCES
-        num_heads, group, head_dim, max_queries, unit_heads = geometry
+        _, group, head_dim, max_queries, unit_heads = geometry
         padded = (head_dim + 2 * width - 1) // (2 * width) * (2 * width)
         scratch = _make_scratch(unit_heads, max_queries * group, padded)
-        out, state = scratch[1], scratch[2]
-        places, following = np.empty((2, TILE), np.int64), np.empty((2, TILE), np.int64)  # rows of keys, of values
-        ranges = (num_heads + unit_heads - 1) // unit_heads
-        unit = take_unit(counter)
-        while unit < items.shape[0] * ranges:
-            item, start = items[unit // ranges], unit % ranges * unit_heads
-            heads = start, min(start + unit_heads, num_heads)
-            rows, table, stop = item[NUM_QUERIES] * group, tables[item[SEQ]], np.int64(item[STOP])
-            _begin_unit(item, heads, q, group, head_dim, np.int64(lengths[item[SEQ]]), window, causal, slopes, scratch,
-                        width, kind, is_dot)
-            first = max(np.int64(item[START]), see_from(np.int64(item[POSITION]), window))
-            if first < stop:
-                find_rows(table, keys, first, stop, following[0])
-                find_rows(table, values, first, stop, following[1])
-            while first < stop:
-                last = min(first + TILE, stop)
-                places[:] = following
-                if last < stop:
-                    find_rows(table, keys, last, stop, following[0])
-                    find_rows(table, values, last, stop, following[1])
-                for head in range(heads[0], heads[1]):
-                    ahead, then = (places, head + 1) if head + 1 < heads[1] else (following, heads[0])
-                    fetched = ahead[0].ctypes.data, ahead[1].ctypes.data, then * keys[3], then * values[3]
-                    _attend_tile(first, last, head - heads[0], head, rows, head_dim, (keys[3], values[3]), places, fetched,
-                                 scratch, factors, width, kind, is_dot, has_cap, has_bias)
-                first = last
-            for head in range(heads[0], heads[1]):
-                for row in range(rows):
-                    h, g, r = head - heads[0], row // ROWS, row % ROWS
-                    finish_row(item, row, head, group, out[h, g, r], state[h, g, 0, r], state[h, g, 1, r], head_dim,
-                               factors[2], sinks, outputs, parts, part_lses, width, kind)
-            unit = take_unit(counter)
+        places = np.empty((2, 2, TILE), np.int64)  # rows of keys and of values: of a tile, and of the next one
+        _attend_units(q, keys, values, outputs, tables, lengths, items, geometry, factors, slopes, sinks, parts, part_lses,
+                      window, causal, counter, scratch, places, width, kind, is_dot, has_cap, has_bias)
 
     return decode

@@ -10,6 +10,7 @@ that doubles what shuffled blocks of a few KiB give.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -17,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..softmax import NEG_INF
-from .lanes import FLOAT, I16, I64, ITEM_BYTES, LINE, Lanes, span_size
+from .lanes import FLOAT, I1, I16, I64, ITEM_BYTES, LINE, Lanes, span_size
 
 TILE = 32
 """Keys per step of the online softmax."""
@@ -27,6 +28,8 @@ ROWS = 4
 
 ROW_COUNTS = (1, 2, ROWS)
 """The register tiles that there are: three rows take the one of four."""
+
+VOID = ir.VoidType()
 
 _FLOAT_BYTES = 4
 _VECTOR_BYTES = 4  # a lane of float32, or of two bfloat16
@@ -41,26 +44,43 @@ def _registers(lanes):
     return 8 if lanes.width == 8 else 16
 
 
-def _by_rows(lanes, rows, emit):
-    """Code for 1, 2 and ROWS rows, and the choice between them; the result of `emit` if it has one."""
-    builder = lanes.builder
+def _by_rows(builder, width, rows, name, arguments, emit):
+    """Call the function ``emit(lanes, count, *arguments)`` writes for 1, 2 or ROWS rows; its result if it has one.
+
+    Functions of their own, since the compiler's effort grows faster than a function does.
+    """
     after = builder.append_basic_block("after")
     blocks = {count: builder.append_basic_block(f"rows{count}") for count in ROW_COUNTS}
     choice = builder.switch(rows, blocks[ROWS])
     results = []
     for count, block in blocks.items():
         if count < ROWS:
-            choice.add_case(lanes.index(count), block)
+            choice.add_case(ir.Constant(I64, count), block)
         builder.position_at_end(block)
-        results.append((emit(count), builder.block))
+        function = _function(builder.module, width, count, f"{name}_{count}", arguments, emit)
+        results.append(builder.call(function, arguments))
         builder.branch(after)
     builder.position_at_end(after)
-    if results[0][0] is None:
+    if results[0].type == VOID:
         return None
-    result = builder.phi(results[0][0].type)
-    for value, block in results:
+    result = builder.phi(results[0].type)
+    for value, block in zip(results, blocks.values(), strict=True):
         result.add_incoming(value, block)
     return result
+
+
+def _function(module, width, count, name, arguments, emit):
+    """The function of that name in a module, written when it is not there yet."""
+    if name in module.globals:
+        return module.globals[name]
+    kind = I1 if emit is _emit_soften else VOID
+    function = ir.Function(module, ir.FunctionType(kind, [argument.type for argument in arguments]), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    result = emit(Lanes(builder, width), count, *function.args)
+    builder.ret_void() if result is None else builder.ret(result)
+    return function
 
 
 def _literal(kind):
@@ -93,14 +113,13 @@ def dot_tile(typingctx, kind, width, is_dot, rows, q, keys, offset, next_keys, n
     kind_, width_, dot_ = _literal(kind), _literal(width), bool(_literal(is_dot))
 
     def generate(context, builder, signature, arguments):
-        lanes = Lanes(builder, width_)
-        _by_rows(lanes, arguments[3], lambda count: _emit_dot(lanes, kind_, dot_, count, *arguments[4:]))
+        _by_rows(builder, width_, arguments[3], "dot_tile", arguments[4:], partial(_emit_dot, kind_, dot_))
         return context.get_dummy_value()
 
     return types.void(kind, width, is_dot, *_int64s(9)), generate
 
 
-def _emit_dot(lanes, kind, is_dot, rows, q, keys, offset, next_keys, next_offset, num_keys, head_dim, scores):
+def _emit_dot(kind, is_dot, lanes, rows, q, keys, offset, next_keys, next_offset, num_keys, head_dim, scores):
     builder = lanes.builder
     whole, single = _readers(lanes, kind, is_dot)
     keys_per_step = min(8, 1 << ((_registers(lanes) // rows).bit_length() - 1))
@@ -211,7 +230,7 @@ def _store_sums(lanes, totals, rows, keys, scores):
 
 
 @intrinsic(prefer_literal=True)
-def soften_tile(typingctx, width, rows, scores, state):
+def soften_tile(typingctx, width, rows, scores, state, factor):
     """One step of the online softmax: scores become weights, the state moves on; whether any row must be rescaled.
 
     Hidden keys have the score -inf; all TILE scores of a row count.
@@ -224,6 +243,8 @@ def soften_tile(typingctx, width, rows, scores, state):
         Query rows, one of ROW_COUNTS.
     scores, state : int64
         Addresses.
+    factor : float32
+        What the scores still lack.
 
     Returns
     -------
@@ -232,18 +253,17 @@ def soften_tile(typingctx, width, rows, scores, state):
     width_ = _literal(width)
 
     def generate(context, builder, signature, arguments):
-        lanes = Lanes(builder, width_)
-        return _by_rows(lanes, arguments[1], lambda count: _emit_soften(lanes, count, *arguments[2:]))
+        return _by_rows(builder, width_, arguments[1], "soften_tile", arguments[2:], _emit_soften)
 
-    return types.boolean(width, *_int64s(3)), generate
+    return types.boolean(width, *_int64s(3), types.float32), generate
 
 
-def _emit_soften(lanes, rows, scores, state):
-    builder = lanes.builder
+def _emit_soften(lanes, rows, scores, state, factor):
+    builder, lacking = lanes.builder, lanes.splat(factor)
     four = ir.VectorType(FLOAT, ROWS)
     places = [[lanes.add(scores, row * _ROW_BYTES + first * _FLOAT_BYTES) for first in range(0, TILE, lanes.width)]
               for row in range(rows)]
-    vectors = [[lanes.load(place) for place in row] for row in places]
+    vectors = [[builder.fmul(lanes.load(place), lacking) for place in row] for row in places]
     tops = []
     for row in vectors:
         top = row[0]
@@ -300,14 +320,13 @@ def weigh_tile(typingctx, kind, width, rows, scores, values, offset, next_values
     kind_, width_ = _literal(kind), _literal(width)
 
     def generate(context, builder, signature, arguments):
-        lanes = Lanes(builder, width_)
-        _by_rows(lanes, arguments[2], lambda count: _emit_weigh(lanes, kind_, count, *arguments[3:]))
+        _by_rows(builder, width_, arguments[2], "weigh_tile", arguments[3:], partial(_emit_weigh, kind_))
         return context.get_dummy_value()
 
     return types.void(kind, width, *_int64s(9), types.boolean, *_int64s(2)), generate
 
 
-def _emit_weigh(lanes, kind, rows, scores, values, offset, next_values, next_offset, num_keys, head_dim, state, changed,
+def _emit_weigh(kind, lanes, rows, scores, values, offset, next_values, next_offset, num_keys, head_dim, state, changed,
                 out, out_stride):
     builder, item, width = lanes.builder, ITEM_BYTES[kind], lanes.width
     size = span_size(kind, width)
