@@ -117,20 +117,25 @@ def step(num_seqs, rounds):
     """Plan and commit of one token of each sequence."""
     texts = prompts(num_seqs, 64, 1024)
     cache, plain = make_cache(), PlainManager(NUM_BLOCKS, BLOCK_SIZE)
-    seqs = np.array([run(cache, text) for text in texts])
-    sequences = [plain.run(text.tolist()) for text in texts]
     rng = np.random.default_rng(2)
 
     def ours(clock):
+        seqs = np.array([run(cache, text) for text in texts])
         advance(clock, cache, seqs, rng)
+        for seq in seqs:
+            cache.free(seq)
 
     def theirs(clock):
         tokens = rng.integers(0, 50_000, (STEPS, num_seqs)).tolist()
+        texts = prompts(num_seqs, 64, 1024, seed=rng)  # new ones: it takes minutes to find what was freed
+        sequences = [plain.run(text.tolist()) for text in texts]
         with clock:
             for row in tokens:
                 for sequence, token in zip(sequences, row, strict=True):
                     plain.append(sequence, token)
                 plain.prepare(sequences)
+        for sequence in sequences:
+            plain.release(sequence)
 
     times = turns({"ours": ours, "plain": theirs}, rounds)
     cache.check()

@@ -76,7 +76,7 @@ def new_counts(num_new, num_seqs):
     counts = _integers(np.atleast_1d(num_new), "num_new")
     if counts.size != num_seqs and np.ndim(num_new):
         raise ValueError(f"num_new must be one count, or one for each of {num_seqs} sequences, got {counts.size}")
-    return counts.astype(np.int64, copy=False)
+    return np.ascontiguousarray(counts, np.int64)
 
 
 def no_twins(seqs, name):

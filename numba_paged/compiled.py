@@ -1,7 +1,7 @@
 """How the host's loops are compiled."""
 
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, typeof, types
 from numba.extending import intrinsic
 
 _BARE = {"cache": True, "_nrt": False, "error_model": "numpy"}
@@ -15,6 +15,27 @@ inlined = njit(**_BARE, inline="always")
 
 making = njit(cache=True)
 """For functions that make arrays: they leave the loops to bare ones."""
+
+
+class _Entries(dict):
+    """From a compiled function to a quick way into it.
+
+    Numba looks at the types of all arguments to find the version that was compiled for them, which for fifteen arrays
+    takes longer than handing them over. The quick way skips that after the first call, so it is only for functions
+    whose callers always pass the same types: the state's own arrays, and what `batches` makes of a caller's.
+    """
+
+    def __missing__(self, function):
+        def first_call(*arguments):
+            result = function(*arguments)
+            self[function] = function.overloads[tuple(map(typeof, arguments))].entry_point
+            return result
+
+        return first_call
+
+
+entry = _Entries()
+"""``entry[function](...)`` calls a bare function whose arguments always have the same types."""
 
 
 @intrinsic

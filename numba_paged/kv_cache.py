@@ -7,6 +7,7 @@ import numpy as np
 from . import batches, checks, steps
 from .backend import load_backend
 from .blocks import BlockPool
+from .compiled import entry
 from .draw import Drawing
 from .errors import OutOfBlocks
 from .invariants import check_plans, check_prefixes, check_references, check_tails
@@ -322,7 +323,8 @@ class PagedKVCache:
         """
         pool, sequences = self._pool, self._sequences
         row = sequences.place_of(seq)
-        if after is None and free_row(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, row, seq):
+        if after is None and entry[free_row](pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, row,
+                                             seq):
             sequences.free_rows.append(row)
         else:
             self._free_specially(seq, after)
@@ -634,8 +636,8 @@ class PagedKVCache:
         self._require_open(plan)
         tokens = _NO_TOKENS if tokens is None else batches.token_ids(tokens, "tokens", plan.slots.size)
         accepted = _ALL_ACCEPTED if accepted is None else batches.accepted_counts(accepted, plan.query_starts)
-        steps.commit(*self._pool.arrays, *self._prefixes.arrays, *self._sequences.arrays, plan.seqs,
-                     plan.query_starts, tokens, accepted, plan.copies, self._window, self._listed)
+        entry[steps.commit](*self._pool.arrays, *self._prefixes.arrays, *self._sequences.arrays, plan.seqs,
+                            plan.query_starts, tokens, accepted, plan.copies, self._window, self._listed)
         self._close_plan(plan)
 
     def rollback(self, plan):

@@ -23,7 +23,7 @@ import numpy as np
 
 from .blocks import (HASH, NEXT, NUM_CACHED, NUM_EVICTED, NUM_FREE, PARENT, PREV, REFS, UID, drop_block, new_uid,
                      pop_free, push_free, share_block, unlink_cached)
-from .compiled import bare, inlined, making, prefetch, prefetch_row
+from .compiled import bare, entry, inlined, making, prefetch, prefetch_row
 from .sequences import (CHAIN, FORKED, FREE, KNOWN, LENGTH, NO_BLOCK, NUM_BLOCKS, START, STATE, UNKNOWN, copy_values,
                         keep_blocks, num_hidden)
 from .sizing import num_blocks_for
@@ -121,7 +121,7 @@ def publish_block(blocks, ids, index, ids_of, block, parent, tokens, start, hash
     index[place] = _entry(block, hashed)
 
 
-@bare
+@inlined
 def unpublish_block(blocks, index, block):
     """Take a block out of the index; entries that had to give way to it move up, so that no search ends too early."""
     hashed = blocks[block, HASH]
@@ -139,7 +139,7 @@ def unpublish_block(blocks, index, block):
     index[gap] = EMPTY
 
 
-@bare
+@inlined
 def evict_block(blocks, stack, counts, index):
     """Turn the cached block that was unused for longest into a free one; the caller knows that there is one."""
     end = blocks.shape[0] - 1
@@ -153,7 +153,7 @@ def evict_block(blocks, stack, counts, index):
     prefetch_row(blocks, blocks[soon, NEXT])
 
 
-@bare
+@inlined
 def take_block(blocks, ids, stack, counts, index):
     """A block with one reference: a free one, or the next to be evicted; the caller knows that there is one."""
     if counts[NUM_FREE] == 0:
@@ -348,8 +348,8 @@ class PrefixCache:
         if tokens.size:
             sequences.reserve_width(num_blocks_for(tokens.size, sequences.block_size))
             pool = self.pool
-            self.hits[resumed] += admit_prompt(pool.blocks, pool.ids, pool.counts, *self.arrays, sequences.rows,
-                                               sequences.table, row, root, tokens, window)
+            self.hits[resumed] += entry[admit_prompt](pool.blocks, pool.ids, pool.counts, *self.arrays, sequences.rows,
+                                                      sequences.table, row, root, tokens, window)
             self.queried[resumed] += tokens.size
         return row
 

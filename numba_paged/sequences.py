@@ -324,7 +324,8 @@ class SequenceTables:
         """
         width = self.table.shape[1]
         if num_blocks > width:
-            wider = np.full((self.num_rows, max(num_blocks, 2 * width)), NO_BLOCK, np.int32)
+            num_lines = -(-max(num_blocks, 2 * width) // 16) | 1  # odd: rows a power of two apart share a cache's sets
+            wider = np.full((self.num_rows, 16 * num_lines), NO_BLOCK, np.int32)
             wider[:, :width] = self.table
             self.table = wider
             self.arrays = self.rows, self.tails, wider

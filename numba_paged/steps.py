@@ -9,7 +9,7 @@ import numpy as np
 
 from .blocks import (HAS_HOST, HASH, NEXT, NUM_CACHED, NUM_COPIED, NUM_EVICTED, NUM_FREE, REFS, UID, drop_block,
                      new_uid)
-from .compiled import bare, inlined, prefetch_row
+from .compiled import bare, entry, inlined, prefetch_row
 from .errors import OutOfBlocks
 from .plan import NO_COPIES, NO_SLOTS, Plan
 from .prefix_cache import append_tokens, evict_block, hash_prefix, prefetch_place, take_block, unpublish_block
@@ -211,7 +211,7 @@ def _write_tokens(table, row, column, length, count, block_size, positions, slot
             column += 1
 
 
-@bare
+@inlined
 def _take(blocks, ids, stack, counts, index, rows, table, row, stop, copied, block_size):
     """Give a row the blocks that it needs up to position `stop`, once it has a copy of its last one if it must."""
     tail = _tail(rows, table, row, block_size)
@@ -287,7 +287,7 @@ def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, 
     """
     num_reserved = min(num_lookahead, max_length) if num_lookahead else 0
     num_seqs, block_size, rows = seqs.size, sequences.block_size, sequences.rows
-    code, num_fine, num_needed, num_available, num_copied, evicts_own, num_tokens, width, num_touched = survey_batch(
+    code, num_fine, num_needed, num_available, num_copied, evicts_own, num_tokens, width, num_touched = entry[survey_batch](
         pool.blocks, pool.counts, rows, sequences.table, seqs, num_new, num_reserved, max_length, block_size, copied,
         touched)
     if code:
@@ -308,18 +308,18 @@ def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, 
     table = sequences.table
     if evicts_own:
         _evict_own(pool.blocks, pool.stack, pool.counts, index, rows, table, seqs, block_size, copied)
-    _make(*pool.arrays, index, rows, table, seqs, num_new, num_reserved, max_length, block_size, copied, touched,
-          num_touched, query_starts, lengths, block_tables, positions, slots, copies)
+    entry[_make](*pool.arrays, index, rows, table, seqs, num_new, num_reserved, max_length, block_size, copied, touched,
+                 num_touched, query_starts, lengths, block_tables, positions, slots, copies)
     if num_lookahead:
         _reserve_slots(table, seqs, lengths, num_reserved, max_length, block_size, lookahead_slots)
     return Plan(query_starts, lengths, block_tables, cut, seqs, positions, slots, copies, lookahead_slots)
 
 
 @inlined
-def _learn(index, ids_of, factors, rows, tails, table, row, tokens, first, count):
+def _learn(blocks, ids, index, ids_of, factors, rows, tails, table, row, tokens, first, count):
     """Take in the ids of a row's new tokens; False if they fill a block, which is still to be published.
 
-    Where that block will be entered is asked for ahead.
+    What its publication will need is asked for ahead.
     """
     block_size, known = tails.shape[1], rows[row, KNOWN]
     column = _last_column(rows, row, known, block_size)
@@ -329,7 +329,10 @@ def _learn(index, ids_of, factors, rows, tails, table, row, tokens, first, count
         tails[row, filled + i] = tokens[first + i]
     if fills:
         prefetch_place(index, hash_prefix(factors, rows[row, CHAIN], tails[row], 0))
-        prefetch_row(ids_of, table[row, column])
+        block = table[row, column]
+        prefetch_row(blocks, block)
+        prefetch_row(ids, block)
+        prefetch_row(ids_of, block)
     else:
         rows[row, KNOWN] = known + count
     return not fills
@@ -356,7 +359,8 @@ def commit(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, tabl
         row, first = row_of(rows, seqs[i]), query_starts[i]
         count = accepted[i] if accepted.size else query_starts[i + 1] - first
         is_told = tokens.size and rows[row, KNOWN] == rows[row, LENGTH]
-        if not is_told or _learn(index, ids_of, factors, rows, tails, table, row, tokens, first, count):
+        if not is_told or _learn(blocks, ids, index, ids_of, factors, rows, tails, table, row, tokens,
+                                  first, count):
             _advance(blocks, stack, counts, rows, table, row, count, window, block_size)
         else:
             filling[num_filling], num_filling = i, num_filling + 1
