@@ -132,9 +132,9 @@ def unpublish_block(blocks, index, block):
     place = _next(index, gap)
     while index[place] != EMPTY:
         home = _home(index, np.int32(index[place] >> 32))
-        if _distance(index, home, place) >= _distance(index, gap, place):
-            index[gap] = index[place]
-            gap = place
+        moves = _distance(index, home, place) >= _distance(index, gap, place)
+        index[gap] = index[place] if moves else entry  # not a branch, that would be guessed wrong half of the time
+        gap = place if moves else gap
         place = _next(index, place)
     index[gap] = EMPTY
 

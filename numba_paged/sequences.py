@@ -30,6 +30,8 @@ published, if tokens fit in still; in the host pool; freed, but its last plan is
 NO_BLOCK = -1
 """What a table holds past a sequence's blocks, and where a block slid out of the window; no kernel reads it."""
 
+_INT32 = np.dtype(np.int32)
+
 _LARGE = 1 << 14
 """Entries of tables that are not small."""
 
@@ -77,8 +79,8 @@ def empty_tables(num_seqs, width):
     a few blocks: new sizes are new memory, which the system clears page by page, and that takes longer than the step.
     """
     if num_seqs * width < _LARGE:
-        return np.empty((num_seqs, width), np.int32)
-    flat = np.empty(num_seqs * (width + 63 & -64), np.int32)
+        return np.empty((num_seqs, width), _INT32)
+    flat = np.empty(num_seqs * (width + 63 & -64), _INT32)
     return flat[: num_seqs * width].reshape(num_seqs, width)
 
 

@@ -199,16 +199,13 @@ def _last_column(rows, row, position, block_size):
 
 
 @inlined
-def _write_tokens(table, row, column, length, count, block_size, positions, slots, at):
-    """Write the positions and slots of a row's next tokens, the first of them in block `column`, from `at` on."""
-    stop = length + count
-    while True:  # there is one at least, and not one more in most steps
-        positions[at], slots[at] = length, np.int64(table[row, column]) * block_size + length - column * block_size
-        length, at = length + 1, at + 1
-        if length == stop:
-            break
-        if length == (column + 1) * block_size:
-            column += 1
+def _write_tokens(table, row, column, length, stop, block_size, positions, slots, at):
+    """Write the positions `length` up to `stop` of a row and their slots, the first in block `column`, from `at` on."""
+    while length < stop:
+        base, end = (np.int64(table[row, column]) - column) * block_size, min(stop, (column + 1) * block_size)
+        for position in range(length, end):
+            positions[at + position - length], slots[at + position - length] = position, base + position
+        at, length, column = at + end - length, end, column + 1
 
 
 @inlined
@@ -241,7 +238,10 @@ def _make(blocks, ids, stack, counts, index, rows, table, seqs, num_new, num_loo
         rows[row, STATE], rows[row, PLANNED] = LIVE, min(count + num_lookahead, max_length - length)
         query_starts[i], lengths[i] = token, length + count
         column = _last_column(rows, row, length, block_size)
-        _write_tokens(table, row, column, length, count, block_size, positions, slots, token)
+        if count == 1:  # as in most steps: a loop would take longer
+            positions[token], slots[token] = length, (np.int64(table[row, column]) - column) * block_size + length
+        else:
+            _write_tokens(table, row, column, length, length + count, block_size, positions, slots, token)
         token += count
     query_starts[seqs.size] = token
     copy_tables(table, seqs, block_tables)
@@ -325,7 +325,8 @@ def _learn(blocks, ids, index, ids_of, factors, rows, tails, table, row, tokens,
     column = _last_column(rows, row, known, block_size)
     filled = known - column * block_size
     fills = filled + count >= block_size
-    for i in range(min(count, block_size - filled)):
+    tails[row, filled] = tokens[first]  # nearly always the only one; if it was rejected, the next one overwrites it
+    for i in range(1, min(count, block_size - filled)):
         tails[row, filled + i] = tokens[first + i]
     if fills:
         prefetch_place(index, hash_prefix(factors, rows[row, CHAIN], tails[row], 0))
