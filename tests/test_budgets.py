@@ -33,7 +33,8 @@ BUDGETS = {
     "asked": {1: 1.0, 4: 1.0, 8: 1.0, 12: 1.0, 16: 2.0},  # 16 heads are two tiles of 8
     # Sectors of 32 bytes over the fewest that hold the bytes, keys and values.
     "sectors": 1.0,
-    # Extra passes through the banks of shared memory in the loops, by what reads and writes tiles and weights.
+    # Extra passes through the banks of shared memory in the loops, by what copies, reads and writes tiles and weights.
+    # Only where a row is no whole number of sectors copies collide, since eight rows at once would read half sectors.
     "bank conflicts": 0,
     # Bytes of keys and values on their way to a multiprocessor whose warps all wait.
     "bytes in flight": 32 << 10,
@@ -204,7 +205,8 @@ def test_keys_and_values_are_read_once_a_group(group):
         assert needed <= count.loaded <= BUDGETS["asked"][group] * needed
 
 
-@pytest.mark.parametrize("facts", [{}, {"kv": "float8_e4m3fn"}, {"head_dim": 64, "block_size": 17}, {"head_dim": 80}],
+@pytest.mark.parametrize("facts", [{}, {"kv": "float8_e4m3fn"}, {"head_dim": 64, "block_size": 17}, {"head_dim": 80},
+                                   {"head_dim": 96, "block_size": 8}, {"head_dim": 96, "kv": "float8_e4m3fn"}],
                          ids=lambda facts: "-".join(map(str, facts.values())) or "128")
 @pytest.mark.parametrize("cc", CCS)
 def test_copies_fill_their_sectors_and_banks_do_not_collide(facts, cc):
@@ -214,8 +216,7 @@ def test_copies_fill_their_sectors_and_banks_do_not_collide(facts, cc):
     sectors, ideal = sum(c.sectors for c in copies), sum(c.ideal for c in copies)
     assert sectors <= BUDGETS["sectors"] * ideal or sectors * 32 <= 1.02 * sum(c.bytes for c in copies)
     busiest = max(c.requests for pc, c in stats.shared_access.items() if stats.instrs[pc].name == "ld")
-    loops = [c for pc, c in stats.shared_access.items()
-             if stats.instrs[pc].name in ("ld", "st") and c.requests >= busiest // 4]
+    loops = [c for c in stats.shared_access.values() if c.requests >= busiest // 4]
     assert loops and sum(c.wavefronts - c.ideal for c in loops) == BUDGETS["bank conflicts"]
 
 

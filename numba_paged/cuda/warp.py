@@ -163,35 +163,55 @@ def make_find_rows(block_size, tokens):
     return find_rows
 
 
+def make_place_access(layout, access, num_workers):
+    """``place_access(i, worker)``: the row and the byte in it of a worker's i-th access to a tile.
+
+    Rows that are no multiple of 128 bytes are taken eight at once: eight lanes with a row each, which `pitch` puts into
+    different banks, where lanes side by side in memory would collide at the end of each row. That needs rows of whole
+    sectors of 32 bytes, as no access of a warp is wider.
+    """
+    per_row = layout.row // access
+    even = num_workers % per_row == 0  # then a worker stays at its place in the row
+    rows_a_round = num_workers // per_row
+
+    @cuda.jit(device=True)
+    def along_rows(i, worker):
+        if even:
+            return U32(worker // U32(per_row) + U32(i * rows_a_round)), U32(worker % U32(per_row) * U32(access))
+        index = U32(worker + U32(i * num_workers))
+        return U32(index // U32(per_row)), U32(index % U32(per_row) * U32(access))
+
+    @cuda.jit(device=True)
+    def across_rows(i, worker):
+        index = U32(worker // U32(8) + U32(i * (num_workers // 8)))
+        return U32(index // U32(per_row) * U32(8) + worker % U32(8)), U32(index % U32(per_row) * U32(access))
+
+    return across_rows if layout.row % 128 and layout.row % 32 == 0 and access >= 8 else along_rows
+
+
 def make_copy_tile(spec, layout, num_workers):
     """``copy_tile(target, source, ...)``: start copying a tile's rows, each worker every `num_workers`-th access.
 
     Rows outside of [first, stop) become zeros and are not read: nothing unwritten enters shared memory.
     """
     access = spec.copy_bytes
-    per_row = layout.row // access
-    num_accesses = per_row * layout.tokens
+    num_accesses = layout.row // access * layout.tokens
     rounds = -(-num_accesses // num_workers)
     ragged = num_accesses % num_workers != 0
-    even = num_workers % per_row == 0  # then a worker stays at its place in the row
-    rows_a_round = num_workers // per_row
     pitch, tokens = layout.pitch, layout.tokens
     aligned = spec.block_size % tokens == 0
+    place_access = make_place_access(layout, access, num_workers)
 
     @cuda.jit(device=True)
     def access_of(i, worker, source, block, offset, block_bytes, token_bytes):
         """A worker's i-th access: row, byte in the row, address; whether it is still within the tile."""
-        index = U32(worker + U32(i * num_workers))
-        if even:
-            token, byte = U32(worker // U32(per_row) + U32(i * rows_a_round)), U32(worker % U32(per_row) * U32(access))
-        else:
-            token, byte = U32(index // U32(per_row)), U32(index % U32(per_row) * U32(access))
+        token, byte = place_access(i, worker)
         if aligned:  # one sum for all rows of a worker, and a constant number of rows more for each
             at = source + U64(block) * U64(block_bytes) + U64(offset) * U64(token_bytes) + U64(token) * U64(token_bytes)
         else:
             block, offset = shuffle_from(block, token), shuffle_from(offset, token)
             at = source + U64(block) * U64(block_bytes) + U64(offset) * U64(token_bytes)
-        return token, byte, at + U64(byte), not ragged or index < U32(num_accesses)
+        return token, byte, at + U64(byte), not ragged or U32(worker + U32(i * num_workers)) < U32(num_accesses)
 
     @cuda.jit(device=True)
     def copy_tile(target, source, block, offset, block_bytes, token_bytes, pos, first, stop, worker):
