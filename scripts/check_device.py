@@ -49,7 +49,7 @@ class Tests:
 
 
 def run_tests(deadline, *arguments):
-    """Run the tests marked `gpu`.
+    """Run the tests marked `gpu`, but for the long sweeps.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def run_tests(deadline, *arguments):
     import pytest
 
     tests = Tests(deadline)
-    marked = ["-q", "-m", "gpu", "--rootdir", str(ROOT), str(ROOT / "tests")]
+    marked = ["-q", "-m", "gpu and not long", "--rootdir", str(ROOT), str(ROOT / "tests")]
     code = pytest.main([*(arguments or marked)], plugins=[tests])
     return {**tests.counts, "exit code": int(code)}
 
