@@ -20,8 +20,8 @@ from plain_manager import PlainManager, Sequence
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 200_000
-STEPS, WARM_UP = 64, 4
-"""Steps of a sample, in which each sequence fills four blocks, and steps before it."""
+STEPS, WARM_UP = 64, 16
+"""Steps of a sample, in which each sequence fills four blocks, and steps before it, in which each fills one."""
 
 
 class NoPool:

@@ -31,7 +31,7 @@ from .sizing import num_blocks_for
 EMPTY = 0
 
 _AHEAD = 4
-"""How many blocks ahead of their publication memory is asked for."""
+"""How many blocks ahead of their eviction or publication memory is asked for."""
 
 
 @inlined
@@ -48,15 +48,15 @@ def hash_prefix(factors, parent, tokens, start):
 
 
 @inlined
-def _entry(block, hashed):
-    """What the index holds of a block; never EMPTY, since no hash is 0."""
-    return np.int64(hashed) << 32 | np.int64(block)
+def pack(number, hashed):
+    """A number of 32 bits below a hash: an entry of the index, if it is a block's; never EMPTY, since no hash is 0."""
+    return np.int64(hashed) << 32 | np.int64(number)
 
 
 @inlined
-def block_of(entry):
-    """The block of an entry."""
-    return np.int64(entry & 0xFFFFFFFF)
+def unpack(packed):
+    """(The number, the hash.)"""
+    return np.int64(packed & 0xFFFFFFFF), np.int32(packed >> 32)
 
 
 @inlined
@@ -101,8 +101,8 @@ def find_block(ids, index, ids_of, parent, tokens, start, hashed):
     """The block published under (parent, tokens[start : start + block_size]), or NO_BLOCK."""
     place, found = _home(index, hashed), np.int64(NO_BLOCK)
     while index[place] != EMPTY:
-        block = block_of(index[place])
-        if index[place] >> 32 == hashed and ids[block, PARENT] == parent and _same_tokens(ids_of, block, tokens, start):
+        block, hashed_there = unpack(index[place])
+        if hashed_there == hashed and ids[block, PARENT] == parent and _same_tokens(ids_of, block, tokens, start):
             found = block
             break
         place = _next(index, place)
@@ -118,20 +118,20 @@ def publish_block(blocks, ids, index, ids_of, block, parent, tokens, start, hash
     place = _home(index, hashed)
     while index[place] != EMPTY:
         place = _next(index, place)
-    index[place] = _entry(block, hashed)
+    index[place] = pack(block, hashed)
 
 
 @inlined
 def unpublish_block(blocks, index, block):
     """Take a block out of the index; entries that had to give way to it move up, so that no search ends too early."""
     hashed = blocks[block, HASH]
-    entry, gap = _entry(block, hashed), _home(index, hashed)
+    entry, gap = pack(block, hashed), _home(index, hashed)
     while index[gap] != entry:
         gap = _next(index, gap)
     blocks[block, HASH] = 0
     place = _next(index, gap)
     while index[place] != EMPTY:
-        home = _home(index, np.int32(index[place] >> 32))
+        home = _home(index, unpack(index[place])[1])
         moves = _distance(index, home, place) >= _distance(index, gap, place)
         index[gap] = index[place] if moves else entry  # not a branch, that would be guessed wrong half of the time
         gap = place if moves else gap
@@ -140,7 +140,7 @@ def unpublish_block(blocks, index, block):
 
 
 @inlined
-def evict_block(blocks, stack, counts, index):
+def evict_block(blocks, ids, stack, counts, index):
     """Turn the cached block that was unused for longest into a free one; the caller knows that there is one."""
     end = blocks.shape[0] - 1
     block = blocks[end, NEXT]
@@ -148,53 +148,47 @@ def evict_block(blocks, stack, counts, index):
     unpublish_block(blocks, index, block)
     push_free(stack, counts, block)
     counts[NUM_EVICTED] += 1
-    soon = blocks[blocks[end, NEXT], NEXT]  # what is evicted after the next one
+    soon = blocks[end, NEXT]  # for what is evicted a few blocks later, memory is asked for now
+    for _ in range(_AHEAD):
+        soon = blocks[soon, NEXT]
     prefetch_place(index, blocks[soon, HASH])
     prefetch_row(blocks, blocks[soon, NEXT])
+    prefetch_row(ids, soon)
 
 
 @inlined
 def take_block(blocks, ids, stack, counts, index):
     """A block with one reference: a free one, or the next to be evicted; the caller knows that there is one."""
     if counts[NUM_FREE] == 0:
-        evict_block(blocks, stack, counts, index)
+        evict_block(blocks, ids, stack, counts, index)
     return pop_free(blocks, ids, stack, counts)
 
 
 @inlined
 def append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens, start, stop):
-    """Take in the ids tokens[start:stop] of a row's next positions, and publish the blocks that they fill."""
+    """Take in the ids tokens[start:stop] of a row's next positions, from a block's edge, and publish what they fill."""
     block_size = ids_of.shape[1]
     column = rows[row, KNOWN] // block_size
-    filled = rows[row, KNOWN] - column * block_size
     rows[row, KNOWN] += stop - start
-    while start < stop:
-        if filled == 0 and start + block_size <= stop:
-            if start + (_AHEAD + 1) * block_size <= stop:
-                prefetch_column(ids, index, ids_of, factors, table, row, column + _AHEAD, tokens,
-                                start + _AHEAD * block_size)
-            _publish_column(blocks, ids, stack, counts, index, ids_of, factors, rows, table, row, column, tokens, start)
-            start += block_size
-            column += 1
-            continue
-        tails[row, filled] = tokens[start]
-        filled += 1
-        start += 1
-        if filled == block_size:
-            _publish_column(blocks, ids, stack, counts, index, ids_of, factors, rows, table, row, column, tails[row], 0)
-            column += 1
-            filled = 0
+    while start + block_size <= stop:
+        if start + (_AHEAD + 1) * block_size <= stop:
+            prefetch_column(ids, index, ids_of, factors, table, row, column + _AHEAD, tokens,
+                            start + _AHEAD * block_size)
+        hashed = hash_prefix(factors, rows[row, CHAIN], tokens, start)
+        publish_column(blocks, ids, stack, counts, index, ids_of, rows, table, row, column, tokens, start, hashed)
+        start, column = start + block_size, column + 1
+    for i in range(start, stop):
+        tails[row, i - start] = tokens[i]
 
 
 @inlined
-def _publish_column(blocks, ids, stack, counts, index, ids_of, factors, rows, table, row, column, tokens, start):
+def publish_column(blocks, ids, stack, counts, index, ids_of, rows, table, row, column, tokens, start, hashed):
     """Publish a block of a row under the one before it.
 
     Where an equal one is published already, the row takes that and drops its own: one is enough, and whoever holds a
     block goes on holding its parent.
     """
     block, parent = table[row, column], rows[row, CHAIN]
-    hashed = hash_prefix(factors, parent, tokens, start)
     found = find_block(ids, index, ids_of, parent, tokens, start, hashed)
     if found == NO_BLOCK:
         publish_block(blocks, ids, index, ids_of, block, parent, tokens, start, hashed)

@@ -12,7 +12,8 @@ from .blocks import (HAS_HOST, HASH, NEXT, NUM_CACHED, NUM_COPIED, NUM_EVICTED, 
 from .compiled import bare, entry, inlined, prefetch_row
 from .errors import OutOfBlocks
 from .plan import NO_COPIES, NO_SLOTS, Plan
-from .prefix_cache import append_tokens, evict_block, hash_prefix, prefetch_place, take_block, unpublish_block
+from .prefix_cache import (append_tokens, evict_block, hash_prefix, pack, prefetch_place, publish_column, take_block,
+                           unpack, unpublish_block)
 from .sequences import (CHAIN, FORKED, HANDLE, KNOWN, LENGTH, LIVE, NUM_BLOCKS, PLANNED, STATE, SWAPPED, copy_tables,
                         empty_tables, keep_blocks, num_hidden, row_of, slide_window)
 from .spec import NO_WINDOW
@@ -167,11 +168,11 @@ def refuse(sequences, seqs, num_new, max_length, code, index):
 
 
 @bare
-def _evict_own(blocks, stack, counts, index, rows, table, seqs, block_size, copied):
+def _evict_own(blocks, ids, stack, counts, index, rows, table, seqs, block_size, copied):
     """Evict what is cached and unpublish the last blocks that only their row holds, so that they are written in
     place."""
     while counts[NUM_CACHED]:
-        evict_block(blocks, stack, counts, index)
+        evict_block(blocks, ids, stack, counts, index)
     for i in range(seqs.size):
         tail = _tail(rows, table, row_of(rows, seqs[i]), block_size)
         if copied[i] and blocks[tail, REFS] == 1 and blocks[tail, HASH]:
@@ -307,7 +308,7 @@ def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, 
         raise
     table = sequences.table
     if evicts_own:
-        _evict_own(pool.blocks, pool.stack, pool.counts, index, rows, table, seqs, block_size, copied)
+        _evict_own(*pool.arrays, index, rows, table, seqs, block_size, copied)
     entry[_make](*pool.arrays, index, rows, table, seqs, num_new, num_reserved, max_length, block_size, copied, touched,
                  num_touched, query_starts, lengths, block_tables, positions, slots, copies)
     if num_lookahead:
@@ -317,26 +318,39 @@ def make_plan(pool, sequences, index, seqs, num_new, num_lookahead, max_length, 
 
 @inlined
 def _learn(blocks, ids, index, ids_of, factors, rows, tails, table, row, tokens, first, count):
-    """Take in the ids of a row's new tokens; False if they fill a block, which is still to be published.
+    """Take in the ids of a row's new tokens, up to the end of a block; the hash under which that is to be published, or
+    0 if they do not fill it.
 
     What its publication will need is asked for ahead.
     """
-    block_size, known = tails.shape[1], rows[row, KNOWN]
+    block_size, known, hashed = tails.shape[1], rows[row, KNOWN], np.int32(0)
     column = _last_column(rows, row, known, block_size)
     filled = known - column * block_size
-    fills = filled + count >= block_size
     tails[row, filled] = tokens[first]  # nearly always the only one; if it was rejected, the next one overwrites it
     for i in range(1, min(count, block_size - filled)):
         tails[row, filled + i] = tokens[first + i]
-    if fills:
-        prefetch_place(index, hash_prefix(factors, rows[row, CHAIN], tails[row], 0))
-        block = table[row, column]
+    if filled + count < block_size:
+        rows[row, KNOWN] = known + count
+    else:
+        block, hashed = table[row, column], hash_prefix(factors, rows[row, CHAIN], tails[row], 0)
+        prefetch_place(index, hashed)
         prefetch_row(blocks, block)
         prefetch_row(ids, block)
         prefetch_row(ids_of, block)
-    else:
-        rows[row, KNOWN] = known + count
-    return not fills
+    return hashed
+
+
+@inlined
+def _publish(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens, first, stop, hashed):
+    """Publish the block that `_learn` found full, and those that the rest of tokens[first:stop] fill."""
+    block_size = tails.shape[1]
+    column = _last_column(rows, row, rows[row, KNOWN], block_size)
+    publish_column(blocks, ids, stack, counts, index, ids_of, rows, table, row, column, tails[row], 0, hashed)
+    edge = (column + 1) * block_size
+    first += edge - rows[row, KNOWN]
+    rows[row, KNOWN] = edge
+    if first < stop:
+        append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens, first, stop)
 
 
 @inlined
@@ -358,18 +372,19 @@ def commit(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, tabl
     block_size, num_filling = tails.shape[1], 0
     for i in range(seqs.size):
         row, first = row_of(rows, seqs[i]), query_starts[i]
-        count = accepted[i] if accepted.size else query_starts[i + 1] - first
-        is_told = tokens.size and rows[row, KNOWN] == rows[row, LENGTH]
-        if not is_told or _learn(blocks, ids, index, ids_of, factors, rows, tails, table, row, tokens,
-                                  first, count):
-            _advance(blocks, stack, counts, rows, table, row, count, window, block_size)
+        count, hashed = accepted[i] if accepted.size else query_starts[i + 1] - first, np.int32(0)
+        if tokens.size and rows[row, KNOWN] == rows[row, LENGTH]:
+            hashed = _learn(blocks, ids, index, ids_of, factors, rows, tails, table, row, tokens, first, count)
+        if hashed:
+            filling[num_filling], num_filling = pack(i, hashed), num_filling + 1
         else:
-            filling[num_filling], num_filling = i, num_filling + 1
-    for i in filling[:num_filling]:
+            _advance(blocks, stack, counts, rows, table, row, count, window, block_size)
+    for packed in filling[:num_filling]:
+        i, hashed = unpack(packed)
         row, first = row_of(rows, seqs[i]), query_starts[i]
         count = accepted[i] if accepted.size else query_starts[i + 1] - first
-        append_tokens(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens, first,
-                      first + count)
+        _publish(blocks, ids, stack, counts, index, ids_of, factors, rows, tails, table, row, tokens, first,
+                 first + count, hashed)
         _advance(blocks, stack, counts, rows, table, row, count, window, block_size)
     for i in range(copies.shape[0] - 1, -1, -1):
         drop_block(blocks, stack, counts, copies[i, 0])
