@@ -17,8 +17,22 @@ def backend(request):
         yield request.param
 
 
+def mark_long_rows(items):
+    """Of a test marked `sampled(n)`, mark all but every n-th row `long` on a backend that compiles a kernel for each."""
+    seen = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        backend = item.callspec.params["backend"] if sampled else None
+        if sampled and backend.name == "cuda":
+            rows = item.parent.nodeid, item.originalname, backend.id
+            if seen[rows] % sampled.args[0]:
+                item.add_marker(pytest.mark.long)
+            seen[rows] += 1
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out the tests marked `long` unless an expression (``-m long``) chooses."""
+    mark_long_rows(items)
     if not config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)

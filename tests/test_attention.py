@@ -37,11 +37,13 @@ def edge_lengths(block_size):
     return sorted({0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size + 5})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape, layout", matrix())
 def test_decode(backend, shape, layout):
     decode_problem(shape, edge_lengths(shape.block_size), layout=layout).check(backend)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape, layout", matrix())
 def test_prefill(backend, shape, layout):
     lengths = edge_lengths(shape.block_size)
