@@ -1,5 +1,6 @@
 """PagedKVCache: joins the host's state (which sequence has which blocks) with a backend's pool of keys and values."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,10 @@ class PagedKVCache:
         The longest a sequence may grow, in tokens; if not given the pool's size, or with a window 2**31 - 1.
     num_host_blocks : int
         Blocks of the host's memory that `swap_out` may fill.
+    split_size : int, optional
+        A fixed length, in tokens, of the splits that `attend` makes of a sequence, as in `decode`. Each new token is
+        then attended by itself, so that its result depends to the last bit on nothing but its sequence: not on what
+        else is in the batch, how a prompt is cut into steps, or what was preempted; prompts take longer for it.
 
     Raises
     ------
@@ -91,12 +96,13 @@ class PagedKVCache:
     """
 
     def __init__(self, spec, num_layers, num_blocks, backend="auto", prefix_caching=True, max_sequences=1024,
-                 max_length=None, num_host_blocks=0):
+                 max_length=None, num_host_blocks=0, split_size=None):
         if not isinstance(spec, AttentionSpec):
             raise TypeError(f"spec must be an AttentionSpec, got {type(spec).__name__}")
         self.spec = spec
         self.num_layers = whole_number("num_layers", num_layers)
         num_host_blocks = whole_number("num_host_blocks", num_host_blocks, 0)
+        self.split_size = None if split_size is None else whole_number("split_size", split_size)
         self._pool = BlockPool(num_blocks)
         self._sequences = SequenceTables(max_sequences, spec.block_size)
         if max_length is None:
@@ -555,7 +561,10 @@ class PagedKVCache:
     def _cut_work(self, query_starts, lengths):
         longest = int(np.diff(query_starts).max(initial=0))
         spec, tiling = self.spec, self._backend.tiling(self.spec.group, longest)
-        return cut_work(query_starts, lengths, spec.block_size, spec.num_kv_heads, tiling, True, spec.window)
+        if self.split_size is not None:
+            tiling = replace(tiling, query_tile=1)
+        return cut_work(query_starts, lengths, spec.block_size, spec.num_kv_heads, tiling, True, spec.window,
+                        self.split_size)
 
     def _batch(self, seqs, num_new, num_lookahead):
         """What the caller gave, as the arrays that a step takes."""

@@ -43,7 +43,7 @@ SIGNATURES = {
     "BlockPool.check": "(self)",
     "PagedKVCache": (
         "(spec, num_layers, num_blocks, backend='auto', prefix_caching=True, max_sequences=1024, max_length=None, "
-        "num_host_blocks=0)"
+        "num_host_blocks=0, split_size=None)"
     ),
     "PagedKVCache.add": "(self, tokens=None, salt=None)",
     "PagedKVCache.fork": "(self, seq)",

@@ -1,8 +1,7 @@
 """Real attention under the scheduler: what each request gets alone, whatever shares, gives way or is evicted.
 
-With a fixed `split_size` that is so bit for bit. Whether a token is computed in a prompt, a chunk of one, by itself or
-again after a preemption must not matter then, so every query token is a row of its own in `decode`, which promises that
-a row's bits depend on nothing but its sequence. Through `cache.attend` the last bits may differ, the tokens may not.
+With a fixed `split_size` that is so bit for bit: whether a token is computed in a prompt, in a chunk of one, by itself
+or again after a preemption. Without it the last bits may differ, the tokens may not.
 """
 
 import functools
@@ -31,23 +30,14 @@ class TinyModel:
         self.qkv = rng.standard_normal((NUM_LAYERS, HIDDEN, 8 * HEAD_DIM), np.float32) / HIDDEN**0.5
         self.out = rng.standard_normal((NUM_LAYERS, 4 * HEAD_DIM, HIDDEN), np.float32) / HIDDEN**0.5
 
-    def logits(self, cache, plan, tokens, logit_rows, exact):
-        """[num_rows, VOCABULARY] of an open plan; bit-equal in any batch if `exact`."""
+    def logits(self, cache, plan, tokens, logit_rows):
+        """[num_rows, VOCABULARY] of an open plan."""
         x = self.embedding[tokens] + self.positions[plan.positions]
-        attend = attend_exactly if exact else npg.PagedKVCache.attend
         for layer in range(NUM_LAYERS):
             heads = rows(x, self.qkv[layer]).reshape(len(x), 8, HEAD_DIM)
-            attended = attend(cache, layer, heads[:, :4], heads[:, 4:6], heads[:, 6:], plan)
+            attended = cache.attend(layer, heads[:, :4], heads[:, 4:6], heads[:, 6:], plan)
             x = x + rows(attended.reshape(len(x), -1), self.out[layer])
         return rows(x[logit_rows], self.output)
-
-
-def attend_exactly(cache, layer, q, k, v, plan):
-    """As `cache.attend`, with splits of a fixed size and each query token as a sequence that ends there."""
-    keys, values = cache.keys(layer), cache.values(layer)
-    npg.append(k, v, keys, values, plan.slots)
-    tables = np.repeat(plan.block_tables, np.diff(plan.query_starts), axis=0)
-    return npg.decode(q, keys, values, tables, plan.positions + 1, window=cache.spec.window, split_size=SPLIT_SIZE)
 
 
 MODEL = TinyModel()
@@ -74,11 +64,12 @@ def make_requests():
 
 def run_alone(request, index, window, exact):
     """A sample in a cache of its own, its whole prompt in one step: [(token, bits of its logits)]."""
-    cache, known, count = make_cache(16, window, prefix_caching=False), request.tokens.tolist(), request.tokens.size
+    cache = make_cache(16, window, prefix_caching=False, split_size=SPLIT_SIZE if exact else None)
+    known, count = request.tokens.tolist(), request.tokens.size
     seq, sample, seen = cache.add(), npg.scheduler.Sample(request, index), []
     while len(seen) < request.max_new_tokens:
         plan = cache.plan([seq], count)
-        logits = MODEL.logits(cache, plan, known[-count:], plan.query_starts[1:] - 1, exact)[0]
+        logits = MODEL.logits(cache, plan, known[-count:], plan.query_starts[1:] - 1)[0]
         cache.commit(plan)
         sample.tokens.append(pick(logits, sample))
         seen.append((sample.tokens[-1], logits.tobytes()))
@@ -87,13 +78,13 @@ def run_alone(request, index, window, exact):
     return seen
 
 
-def run_together(scheduler, requests, exact):
+def run_together(scheduler, requests):
     """All requests to their ends: {(request, sample): [(token, bits of its logits)]}."""
     for request in requests:
         scheduler.add(request)
     seen = {}
     while step := scheduler.schedule():
-        logits = MODEL.logits(scheduler.cache, step.plan, step.tokens, step.logit_rows, exact)
+        logits = MODEL.logits(scheduler.cache, step.plan, step.tokens, step.logit_rows)
         next_tokens = [pick(row, sample) for row, sample in zip(logits, step.samples)]
         for row, token, sample in zip(logits, next_tokens, step.samples):
             seen.setdefault((requests.index(sample.request), sample.index), []).append((token, row.tobytes()))
@@ -115,10 +106,11 @@ def alone(window, exact):
 @pytest.mark.parametrize("window, num_blocks", [(None, 9), (7, 5)])
 def test_outputs_are_those_of_each_request_alone(window, num_blocks, prefix_caching, num_host_blocks, exact):
     """Preemption of both kinds, prefix hits, eviction, forks, chunks, and blocks that slide out of a window."""
-    cache = make_cache(num_blocks, window, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
+    cache = make_cache(num_blocks, window, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks,
+                       split_size=SPLIT_SIZE if exact else None)
     preemption = "swap" if num_host_blocks else "recompute"
     scheduler = npg.Scheduler(cache, max_batch_tokens=7, watermark=0, preemption=preemption)
-    together = run_together(scheduler, make_requests(), exact)
+    together = run_together(scheduler, make_requests())
     for key, want in alone(window, exact).items():
         got = together.pop(key)
         assert (got == want) if exact else ([token for token, _ in got] == [token for token, _ in want])
