@@ -611,14 +611,15 @@ class PagedKVCache:
         if out is not None:
             out = backend.view(out, "out")
             checks.check_out(out, q)
-        slopes = checks.alibi_slopes(backend, alibi_slopes, spec.num_q_heads)
-        sinks = checks.sinks(backend, sinks, spec.num_q_heads)
-        options = AttentionOptions(spec.scale, spec.soft_cap, spec.window, slopes, sinks, k_scale, v_scale)
         keys, values = self.keys(layer), self.values(layer)
-        backend.append(k, v, keys, values, plan.slots, options.k_scale, options.v_scale, plan)
-        out = backend.empty(q.shape, q.dtype) if out is None else out
-        lse = backend.empty(q.shape[:2], np.dtype(np.float32)) if return_lse else None
-        backend.attend(q, keys, values, plan, options, out, lse)
+        with backend.on(q=q, k=k, v=v, keys=keys, values=values, out=out):
+            slopes = checks.alibi_slopes(backend, alibi_slopes, spec.num_q_heads)
+            sinks = checks.sinks(backend, sinks, spec.num_q_heads)
+            options = AttentionOptions(spec.scale, spec.soft_cap, spec.window, slopes, sinks, k_scale, v_scale)
+            out = backend.empty(q.shape, q.dtype) if out is None else out
+            lse = backend.empty(q.shape[:2], np.dtype(np.float32)) if return_lse else None
+            backend.append(k, v, keys, values, plan.slots, options.k_scale, options.v_scale, plan)
+            backend.attend(q, keys, values, plan, options, out, lse)
         return (out, lse) if return_lse else out
 
     def commit(self, plan, tokens=None, accepted=None):

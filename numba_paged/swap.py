@@ -147,7 +147,8 @@ class HostPool:
         if moved.size > self.blocks.num_free:
             raise OutOfBlocks(f"{moved.size} blocks wanted in the host pool, {self.blocks.num_free} of "
                               f"{self.blocks.num_blocks} are free")
-        data = [self._backend.read_blocks(array, moved) for array in self._pools]
+        with self._backend.on(keys=self._pools[0], values=self._pools[1]):
+            data = [self._backend.read_blocks(array, moved) for array in self._pools]
         self.blocks.share(hosts[equal])
         hosts[~equal] = new = self.blocks.allocate(moved.size)
         for store, bits in zip(self._stores, data):
@@ -184,8 +185,9 @@ class HostPool:
         _move_in(*pool.arrays, *index, sequences.rows, sequences.table, row, self._ids_of, found)
         missing = found == NO_BLOCK
         new, sources = self.held(row)[missing], hosts[missing]
-        for array, store in zip(self._pools, self._stores):
-            self._backend.write_blocks(array, new, store[:, sources])
+        with self._backend.on(keys=self._pools[0], values=self._pools[1]):
+            for array, store in zip(self._pools, self._stores):
+                self._backend.write_blocks(array, new, store[:, sources])
         self._origins[sources], self._origin_uids[sources] = new, pool.uids[new]
         self._copies[new] = sources
         self.num_moved_in += new.size
