@@ -313,6 +313,23 @@ def test_prompts_of_resumed_requests_are_no_queries():
     assert stats.num_queried == 8 and stats.num_requeried > 0
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_blocks", [4, 5, 6, 7])
+def test_who_comes_back_from_the_host_runs(num_blocks, num_tokens):
+    """Room for what was computed is not enough, its next token must fit too; else it would be moved to and fro
+    (vllm#8824)."""
+    server = Server(num_blocks, preemption="swap", num_host_blocks=20, prefix_caching=False, watermark=0)
+    for token in (0, 1):
+        server.add([token] * num_tokens, 8 - num_tokens + token)
+    num_moved = 0
+    while step := server.schedule():
+        returned, num_moved = server.cache.stats().num_swapped_in > num_moved, server.cache.stats().num_swapped_in
+        assert not returned or server.requests[1].samples[0] in step.running
+        server.update(step)
+    assert num_moved
+    server.check_outputs()
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 1, 2, 20])
 def test_a_full_host_pool_means_recomputation(num_host_blocks):
     """Swapping never fails and never stalls (vllm#787, #5578)."""
