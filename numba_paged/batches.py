@@ -4,7 +4,9 @@ import functools
 
 import numpy as np
 
-_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)  # the ones that arrays nearly always have: compared by identity
+INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
+"""The dtypes that arrays of integers nearly always have: compared by identity, and not looked up for each new array."""
+
 _LOWEST, _HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -40,7 +42,7 @@ def handles(seqs, name):
     ValueError
         If there is more than one axis.
     """
-    if type(seqs) is np.ndarray and seqs.dtype is _INT64 and seqs.ndim == 1:
+    if type(seqs) is np.ndarray and seqs.dtype is INT64 and seqs.ndim == 1:
         return seqs.copy()
     return np.array(_integers(np.atleast_1d(seqs), name), np.int64)
 
@@ -123,14 +125,14 @@ def token_ids(tokens, name, size=None):
     ValueError
         If there are more or fewer, or one is out of range for 32 bits.
     """
-    is_ready = type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1 and tokens.flags.c_contiguous
+    is_ready = type(tokens) is np.ndarray and tokens.dtype is INT32 and tokens.ndim == 1 and tokens.flags.c_contiguous
     if not is_ready:
         tokens = _integers(tokens, name)
     if size is not None and tokens.size != size:
         raise ValueError(f"{name} must have {size} ids, one for each new position, got {tokens.size}")
     if is_ready:
         return tokens
-    if tokens.dtype != _INT32 and tokens.size and not (tokens.min() >= _LOWEST and tokens.max() <= _HIGHEST):
+    if tokens.dtype != INT32 and tokens.size and not (tokens.min() >= _LOWEST and tokens.max() <= _HIGHEST):
         index = int(np.flatnonzero((tokens < _LOWEST) | (tokens > _HIGHEST))[0])
         raise ValueError(f"{name}[{index}] is {tokens[index]}, out of range for a token id of 32 bits")
     return np.ascontiguousarray(tokens, np.int32)

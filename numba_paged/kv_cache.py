@@ -328,7 +328,7 @@ class PagedKVCache:
             If the sequence is in an open plan other than `after`, or `after` is not open.
         """
         pool, sequences = self._pool, self._sequences
-        row = sequences.place_of(seq)
+        row, seq = sequences.place_of(seq), int(seq)
         if after is None and entry[free_row](pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, row,
                                              seq):
             sequences.free_rows.append(row)

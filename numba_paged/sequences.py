@@ -15,6 +15,7 @@ import operator
 
 import numpy as np
 
+from .batches import INT32
 from .blocks import REFS, drop_block
 from .compiled import bare, inlined, making
 from .errors import CorruptState, OutOfBlocks, UnknownSequence
@@ -29,8 +30,6 @@ published, if tokens fit in still; in the host pool; freed, but its last plan is
 
 NO_BLOCK = -1
 """What a table holds past a sequence's blocks, and where a block slid out of the window; no kernel reads it."""
-
-_INT32 = np.dtype(np.int32)
 
 _LARGE = 1 << 14
 """Entries of tables that are not small."""
@@ -79,8 +78,8 @@ def empty_tables(num_seqs, width):
     a few blocks: new sizes are new memory, which the system clears page by page, and that takes longer than the step.
     """
     if num_seqs * width < _LARGE:
-        return np.empty((num_seqs, width), _INT32)
-    flat = np.empty(num_seqs * (width + 63 & -64), _INT32)
+        return np.empty((num_seqs, width), INT32)
+    flat = np.empty(num_seqs * (width + 63 & -64), INT32)
     return flat[: num_seqs * width].reshape(num_seqs, width)
 
 

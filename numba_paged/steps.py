@@ -7,6 +7,7 @@ The names of the arrays are those of blocks, prefix_cache and sequences.
 
 import numpy as np
 
+from .batches import INT32, INT64
 from .blocks import (HAS_HOST, HASH, NEXT, NUM_CACHED, NUM_COPIED, NUM_EVICTED, NUM_FREE, REFS, UID, drop_block,
                      new_uid)
 from .compiled import bare, entry, inlined, prefetch_row
@@ -21,8 +22,6 @@ from .spec import NO_WINDOW
 FINE, GONE, AWAY, BUSY, TWICE, TOO_FEW, TOO_LONG = range(7)
 """What is wrong with a sequence of a plan: nothing; its handle names no sequence; it is swapped out; it is in an open
 plan; it is named twice; its count is below 1; it would be longer than `max_length`."""
-
-INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)  # made once: to look them up takes as long as an empty array
 
 _MARK = -1
 """The PLANNED of a sequence that the plan being surveyed has named already."""
@@ -50,7 +49,7 @@ def _tail(rows, table, row, block_size):
 
 @bare
 def unmark(rows, seqs):
-    """Undo what `_survey` marks."""
+    """Undo what `survey_batch` marks."""
     for seq in seqs:
         rows[row_of(rows, seq), PLANNED] = 0
 
@@ -60,6 +59,28 @@ def _must_copy(blocks, tail, length):
     """Whether a row must copy its last block before it writes to it: others hold it too, or it is published, or a row
     of the same plan that held it has tokens past `length` in it."""
     return tail >= 0 and (blocks[tail, REFS] > 1 or blocks[tail, HASH] != 0 or blocks[tail, NEXT] > length)
+
+
+@inlined
+def _leave(blocks, tail, length):
+    """Note that a row of that length will copy its last block; whether it could write if the block was not published.
+
+    A block in use is in no list: until `_leave_none`, NEXT is the length of the longest row that leaves the block.
+    """
+    is_own = blocks[tail, REFS] == 1 and blocks[tail, HASH] != 0 and blocks[tail, NEXT] == 0
+    blocks[tail, REFS] -= 1
+    blocks[tail, NEXT] = max(blocks[tail, NEXT], length)
+    return is_own
+
+
+@bare
+def _leave_none(blocks, rows, table, seqs, block_size, copied):
+    """Undo each `_leave`."""
+    for i in range(seqs.size):
+        if copied[i]:
+            tail = _tail(rows, table, row_of(rows, seqs[i]), block_size)
+            blocks[tail, REFS] += 1
+            blocks[tail, NEXT] = 0
 
 
 @bare
@@ -110,21 +131,13 @@ def survey_batch(blocks, counts, rows, table, seqs, num_new, num_lookahead, max_
         num_more = (stop + block_size - 1) // block_size - num_blocks if stop > num_blocks * block_size else 0
         copied[i] = rows[row, STATE] == FORKED and _must_copy(blocks, _tail(rows, table, row, block_size), length)
         if copied[i]:
-            tail = _tail(rows, table, row, block_size)
-            num_copied += 1
-            num_own += blocks[tail, REFS] == 1 and blocks[tail, HASH] != 0 and blocks[tail, NEXT] == 0
-            # A block in use is in no list; until this function ends, NEXT is the length of the longest row that copies it.
-            blocks[tail, REFS] -= 1
-            blocks[tail, NEXT] = max(blocks[tail, NEXT], length)
+            num_copied, num_own = num_copied + 1, num_own + _leave(blocks, _tail(rows, table, row, block_size), length)
         if num_more or copied[i] or (counts[HAS_HOST] and length < num_blocks * block_size):
             touched[num_touched], num_touched = i, num_touched + 1
         num_needed, num_tokens = num_needed + num_more, num_tokens + count
         width = max(width, num_blocks + num_more)
-    for i in range(num_fine if num_copied else 0):
-        if copied[i]:
-            tail = _tail(rows, table, row_of(rows, seqs[i]), block_size)
-            blocks[tail, REFS] += 1
-            blocks[tail, NEXT] = 0
+    if num_copied:
+        _leave_none(blocks, rows, table, seqs[:num_fine], block_size, copied)
     if code:
         unmark(rows, seqs[:num_fine])
     num_needed += num_copied

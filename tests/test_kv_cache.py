@@ -5,6 +5,8 @@ import pytest
 
 import numba_paged as npg
 from caches import keys_of, prompt, refused, run, small_cache, write
+from numba_paged.compiled import entry
+from numba_paged.sequences import free_row
 
 
 def num_free(cache):
@@ -57,6 +59,21 @@ def test_handles_in_any_form(form):
         refused(cache, lambda: cache.plan(seqs), TypeError, "seqs must be whole numbers")
     else:
         assert cache.plan(seqs).num_tokens == 2
+
+
+def test_handles_past_32_bits_after_one_of_32_bits():
+    """The compiled way in is found for the types of the first call, and kept."""
+    entry.pop(free_row, None)
+    cache = small_cache()
+    cache.free(np.int32(cache.add()))
+    assert free_row in entry
+    cache._sequences.handles += 2**40
+    seq = cache.add()
+    assert seq > 2**40
+    cache.free(seq)
+    with pytest.raises(npg.UnknownSequence):
+        cache.free(seq)
+    cache.check()
 
 
 def test_one_handle_and_no_handle():
