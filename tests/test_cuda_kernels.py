@@ -274,7 +274,7 @@ def mark_written(on_ptx, problem):
 ])  # fmt: skip
 def test_no_unwritten_slot_is_read(kv_dtype, head_dim, block_size, cc):
     on_ptx, shape = OnPtx(cc), Shape(4, 2, head_dim, block_size, "float16", kv_dtype)
-    for problem in (decode_problem(shape, [1, 15, 33, 70]), prefill_problem(shape, [9, 70], [9, 30])):
+    for problem in (decode_problem(shape, [1, 15, 33, 70]), prefill_problem(shape, [9, 70, 19], [9, 30, 3])):
         mark_written(on_ptx, problem)
         on_ptx.check(problem)
 
@@ -296,7 +296,7 @@ def test_what_the_window_hides_is_not_read(attend, options):
 def test_a_row_is_not_touched_by_what_only_others_see():
     """In one tile of prefill, the values of later tokens and of those behind the window are hidden from some rows."""
     on_ptx = OnPtx()
-    shape = Shape(2, 1, 64, 16, "float16", "float16")
+    shape = Shape(2, 1, 64, 16, "float32", "float16")
     problem = prefill_problem(shape, [40], 12)
     values = problem.values.copy()
     values[problem.block_tables[0, 39 // 16], 39 % 16] = np.nan  # the last token: only the last row sees it

@@ -13,6 +13,7 @@ if ptxrun.missing():
     pytest.skip(ptxrun.missing(), allow_module_level=True)
 
 import cubin  # noqa: E402
+import tolerances  # noqa: E402
 from compiled import cubin_of  # noqa: E402
 from covering import pairwise  # noqa: E402
 from inputs import Shape, decode_problem, prefill_problem  # noqa: E402
@@ -109,6 +110,51 @@ def test_matrix(row):
 def test_unwritten_slots(poison):
     """Nothing of them is read: a weight of 0 times infinity would be NaN."""
     check(decode_problem(Shape(8, 2, 64, 32, "float16", "float16"), [1, 33, 70], poison=poison))
+
+
+def poison_tokens(problem, name, tokens, dims, number):
+    """The problem with a number written to some tokens of the first sequence."""
+    pool, tokens = getattr(problem, name).copy(), np.asarray(tokens)
+    at = problem.block_tables[0, tokens // problem.shape.block_size], tokens % problem.shape.block_size
+    for dim in dims:
+        pool[(*at, 0, dim)] = number
+    return problem.replace(**{name: pool})
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.parametrize("name", ["keys", "values"])
+@pytest.mark.parametrize("formats, number", [
+    (FORMATS[0], np.inf), (FORMATS[0], -np.inf), (FORMATS[1], np.nan), (FORMATS[1], -np.inf), (FORMATS[3], np.nan),
+    (FORMATS[5], np.inf),
+], ids=str)  # fmt: skip
+def test_rows_are_not_touched_by_what_only_others_see(rows, name, formats, number):
+    """The causal edge and the window's: what a token holds reaches those rows that see it, be it infinite or NaN."""
+    length, num_queries, window, dims = 150, rows // 2, 60, (0, 5, 17, 46)
+    problem = prefill_problem(Shape(2, 1, 48, 16, *formats), [length], num_queries)
+    positions = np.arange(length - num_queries, length)
+    tokens = np.array([positions[0] - window + 1, positions[-1]])
+    poisoned = poison_tokens(problem, name, tokens, dims, number)
+    out, lse, launch = attend(poisoned, query_tile=num_queries, window=window)
+    assert launch.kernel.name == ("prefill_mma" if rows > 16 else "decode_mma")
+    distances = positions[:, None] - tokens
+    seen = ((distances >= 0) & (distances < window)).any(axis=1)
+    assert 0 < seen.sum() < len(seen)
+    expected = problem.expected(window=window)
+    hit = np.zeros(out.shape, bool)
+    hit[np.ix_(seen, range(2), dims if name == "values" else range(48))] = True
+    lse_hit = hit.any(axis=2) & (name == "keys")
+    if name == "values":
+        np.testing.assert_array_equal(out[hit].astype(np.float32), np.float32(number))
+    tolerances.assert_attention(np.where(hit, expected.out, out), np.where(lse_hit, expected.lse, lse), expected,
+                                problem.q.dtype, 48, None, tolerances.tensor_weight_rounding(*formats))
+
+
+def test_both_infinities_are_nan():
+    problem = prefill_problem(Shape(2, 1, 16, 16, "float16", "float16"), [40], 4)
+    problem = poison_tokens(poison_tokens(problem, "values", [37], [3], np.inf), "values", [38], [3], -np.inf)
+    out, _, _ = attend(problem, query_tile=4)
+    assert np.isfinite(out[:1]).all() and (out[1, :, 3] == np.inf).all() and np.isnan(out[2:, :, 3]).all()
+    assert np.isfinite(np.delete(out, 3, axis=2)).all()
 
 
 def test_weights_far_below_the_largest():

@@ -16,10 +16,11 @@ from .registers import count_up, each, fill, sum_over_lanes
 from .rows import OUTPUTS, make_finish, state_bytes
 from .tensor import (TILE, add_values_by_weights, any_lane, differ, fragment_place, kept, keys_by_queries, make_spread,
                      multiply, operand_code, pack_columns)
+from .tensor_guard import all_finite, make_add_visible_columns
 from .tensor_rows import (StateLayout, headroom, make_block_rows, make_finish_scores, make_fold, make_row_facts,
                           make_stage_rows, read_item, store_columns)
 from .tensor_tiles import (CopyLayout, copy_layout, make_copy_rows, make_find_rows, make_lane_places, make_read_entries,
-                           row_pitch)
+                           row_bounds, row_pitch)
 from .warp import INPUTS, NEG_INF, U32, U64, ZERO, AttendSpec
 
 PARAMETERS = {**INPUTS, **OUTPUTS}
@@ -93,8 +94,8 @@ def make_decode_mma(spec):
         merge the warps' states; write out and lse, or a partial of them
 
     Invariant: a slot outside of what the block's rows see is never read; keys and values are read once for all of its
-    rows. The ring of each warp has three tiles: two are on their way while one is worked on. Block-table entries are
-    read 32 at a time, one round ahead.
+    rows, twice if sums are infinite or NaN: then without 0 times infinity, see `tensor_guard`. The ring of each warp has
+    three tiles: two are on their way while one is worked on. Block-table entries are read 32 at a time, one round ahead.
 
     Source: queries of a group as columns of one product, arXiv:2501.01005, section 3; online softmax, arXiv:1805.02867.
     """
@@ -120,6 +121,7 @@ def make_decode_mma(spec):
     block_rows = make_block_rows(group, num_rows)
     fold = make_fold(attend, owners, 4, 32)
     finish = make_finish(attend, shape.state, num_rows, group, num_warps, shape.num_threads)
+    add_visible = make_add_visible_columns(code, head_dim, pitch)
     place = cuda.jit(device=True)(fragment_place)
 
     @cuda.jit(device=True)
@@ -146,6 +148,52 @@ def make_decode_mma(spec):
                 store_shared(FLOAT32, False, here, (top[i] - room,))
                 store_shared(FLOAT32, False, U32(here + U32(4 * num_states)), (total[i],))
 
+    @cuda.jit(device=True)
+    def attend_tiles(guarded, begin, seen, bounds, ring, queries, lane, table, key_source, key_block, key_token,
+                     value_source, value_block, value_token, outer, facts):
+        """The loop over the warp's tiles, from the one at `begin` on: (top, total, sums) of the block's rows."""
+        _, stop, all_low, all_high = seen
+        target = kept(lane_target(ring, lane))
+        key_place = kept(U32(ring + U32(place(code, False, U32(pitch), lane))))
+        value_place = kept(U32(ring + U32(place(code, True, U32(pitch), lane))))
+        pos = begin
+        entries = first_entries(table, pos, lane, stop)
+        where = find_rows(entries, pos, bounds, lane)
+        top, total, sums = fill(num_columns, NEG_INF), fill(num_columns, ZERO), fill(num_sums, ZERO)
+        keys_at, values_at, free_at = U32(0), U32(tile_bytes), U32(2 * tile_bytes)
+        copy_rows(pos < stop, target, key_source, where, key_block, key_token, lane)
+        copies_commit()
+        copy_rows(pos < stop, U32(target + values_at), value_source, where, value_block, value_token, lane)
+        copies_commit()
+        while pos < stop:
+            ahead = U32(pos + U32(step))
+            entries = next_entries(entries, table, lane, stop)
+            where = find_rows(entries, ahead, bounds, lane)
+            copies_wait_all_but_one()
+            sync_warp()  # this tile's keys are here, and the values of the tile before are no longer read
+            copy_rows(ahead < stop, U32(target + free_at), key_source, where, key_block, key_token, lane)
+            copies_commit()
+            dots = keys_by_queries(code, head_dim, num_tiles, query_pitch, U32(key_place + keys_at), queries)
+            masked = pos < all_low or U32(pos + U32(TILE)) > all_high
+            scores = finish_scores(dots, masked, U32(pos + lane // U32(4)), outer, facts)
+            top_before = top
+            top, total, decay, weights = fold(top, total, scores)
+            columns = pack_columns(operand, weights)
+            copies_wait_all_but_one()
+            sync_warp()  # this tile's values are here, its keys are no longer read
+            copy_rows(ahead < stop, U32(target + keys_at), value_source, where, value_block, value_token, lane)
+            copies_commit()
+            if any_lane(differ(top_before, top)):
+                sums = multiply(sums, over_sums(decay))
+            if guarded and masked:
+                sums = add_visible(sums, U32(ring + values_at), weights, lane)
+            else:
+                sums = add_values_by_weights(sums, code, head_dim, U32(value_place + values_at), columns)
+            keys_at, values_at, free_at = free_at, keys_at, values_at
+            pos = ahead
+        copies_wait_all()
+        return top, total, sums
+
     def decode_mma(items, num_items, tables, table_bytes, q, q_token, q_head, keys, key_block, key_token, key_head,
                    values, value_block, value_token, value_head, inner, outer, window, slopes,
                    out, out_token, out_head, lse, part_out, part_lse, num_q_heads, v_scale, sinks):
@@ -170,46 +218,20 @@ def make_decode_mma(spec):
         rows = each(row_of_column, count_up(num_columns), first_row, lane)
         facts = row_facts(rows, first_row, position, start, stop, window, factors, inner, slopes, head)
         last_row = U32(first_row + num_valid - U32(1))
-        first, stop, all_low, all_high = limits(first_row, last_row, position, start, stop, window)
+        seen = limits(first_row, last_row, position, start, stop, window)
         table = tables + U64(seq) * U64(table_bytes)
         key_source = lane_source(keys + U64(kv_head) * U64(key_head), key_token, lane)
         value_source = lane_source(values + U64(kv_head) * U64(value_head), value_token, lane)
-        target = kept(lane_target(ring, lane))
-        key_place = kept(U32(ring + U32(place(code, False, U32(pitch), lane))))
-        value_place = kept(U32(ring + U32(place(code, True, U32(pitch), lane))))
-        pos = U32(start + (first - start) // U32(TILE) * U32(TILE) + warp * U32(TILE))
-        entries = first_entries(table, pos, lane, stop)
-        where = find_rows(entries, pos, first, stop, lane)
+        begin = U32(start + (seen[0] - start) // U32(TILE) * U32(TILE) + warp * U32(TILE))
+        bounds = row_bounds(seen[0], seen[1], lane)
         top, total, sums = fill(num_columns, NEG_INF), fill(num_columns, ZERO), fill(num_sums, ZERO)
-        keys_at, values_at, free_at = U32(0), U32(tile_bytes), U32(2 * tile_bytes)
-        copy_rows(pos < stop, target, key_source, where, key_block, key_token, lane)
-        copies_commit()
-        copy_rows(pos < stop, U32(target + values_at), value_source, where, value_block, value_token, lane)
-        copies_commit()
-        while pos < stop:
-            ahead = U32(pos + U32(step))
-            entries = next_entries(entries, table, lane, stop)
-            where = find_rows(entries, ahead, first, stop, lane)
-            copies_wait_all_but_one()
-            sync_warp()  # this tile's keys are here, and the values of the tile before are no longer read
-            copy_rows(ahead < stop, U32(target + free_at), key_source, where, key_block, key_token, lane)
-            copies_commit()
-            dots = keys_by_queries(code, head_dim, num_tiles, query_pitch, U32(key_place + keys_at), queries)
-            masked = pos < all_low or U32(pos + U32(TILE)) > all_high
-            scores = finish_scores(dots, masked, U32(pos + lane // U32(4)), outer, facts)
-            top_before = top
-            top, total, decay, weights = fold(top, total, scores)
-            weights = pack_columns(operand, weights)
-            copies_wait_all_but_one()
-            sync_warp()  # this tile's values are here, its keys are no longer read
-            copy_rows(ahead < stop, U32(target + keys_at), value_source, where, value_block, value_token, lane)
-            copies_commit()
-            if any_lane(differ(top_before, top)):
-                sums = multiply(sums, over_sums(decay))
-            sums = add_values_by_weights(sums, code, head_dim, U32(value_place + values_at), weights)
-            keys_at, values_at, free_at = free_at, keys_at, values_at
-            pos = ahead
-        copies_wait_all()
+        done, guarded = False, False
+        while not done:
+            sync_warp()
+            top, total, sums = attend_tiles(guarded, begin, seen, bounds, ring, queries, lane, table, key_source, key_block,
+                                            key_token, value_source, value_block, value_token, outer, facts)
+            done = guarded or not any_lane(not all_finite(sums))
+            guarded = True
         sync_block()  # nothing is read from here on: the states take the place of queries and tiles
         keep_state(shared, warp, lane, top, total, sums)
         sync_block()

@@ -16,10 +16,11 @@ from .registers import fill, sum_over_lanes
 from .rows import OUTPUTS, make_finish, state_bytes
 from .tensor import (TILE, add_weights_by_values, any_lane, differ, fragment_place, kept, make_spread, multiply,
                      operand_code, pack_rows, queries_by_keys)
+from .tensor_guard import all_finite, any_thread, make_add_visible_rows
 from .tensor_rows import (StateLayout, headroom, make_block_rows, make_finish_scores, make_fold, make_row_facts,
                           make_stage_rows, read_item, store_rows)
 from .tensor_tiles import (CopyLayout, copy_layout, make_copy_rows, make_find_rows, make_lane_places, make_read_entries,
-                           row_pitch)
+                           row_bounds, row_pitch)
 from .warp import INPUTS, NEG_INF, U32, U64, ZERO
 
 NUM_WARPS = 4
@@ -80,9 +81,10 @@ def make_prefill_mma(spec):
             O = O * 2 ** (old top - top) + P V
         write out and lse, or a partial of them
 
-    Invariant: a slot that none of the rows sees is never read, and keys and values are read once for all of them; tiles
-    that are hidden from all rows are skipped. The ring of the block has three tiles: two are on their way while one is
-    worked on. A warp copies the same rows of every tile; their block-table entries are read 32 at a time, a round ahead.
+    Invariant: a slot that none of the rows sees is never read, and keys and values are read once for all of them, twice
+    if sums are infinite or NaN: then without 0 times infinity, see `tensor_guard`. Tiles that are hidden from all rows
+    are skipped. The ring of the block has three tiles: two are on their way while one is worked on. A warp copies the
+    same rows of every tile; their block-table entries are read 32 at a time, a round ahead.
 
     Source: FlashAttention-2, arXiv:2307.08691; over pages and with the heads of a group as rows, arXiv:2501.01005.
     """
@@ -104,6 +106,7 @@ def make_prefill_mma(spec):
     block_rows = make_block_rows(group, NUM_ROWS)
     fold = make_fold(spec, owners, 1, 4)
     finish = make_finish(spec, shape.state, NUM_ROWS, group, 1, WARP * NUM_WARPS)
+    add_visible = make_add_visible_rows(code, head_dim, pitch, tokens)
     place = cuda.jit(device=True)(fragment_place)
 
     @cuda.jit(device=True)
@@ -125,6 +128,52 @@ def make_prefill_mma(spec):
             store_shared(FLOAT32, False, U32(at + U32(32)), (top[1] - room,))
             store_shared(FLOAT32, False, U32(at + U32(totals_after)), (total[0],))
             store_shared(FLOAT32, False, U32(at + U32(totals_after + 32)), (total[1],))
+
+    @cuda.jit(device=True)
+    def attend_tiles(guarded, begin, seen, seen_by_all, bounds, ring, query_place, warp, lane, table, key_source, key_block,
+                     key_token, value_source, value_block, value_token, outer, facts):
+        """The loop over tiles, from the one at `begin` on: (top, total, sums) of the warp's rows."""
+        stop, warp_row = seen[1], U32(warp * U32(copy_tokens))
+        target = kept(lane_target(U32(ring + warp_row * U32(pitch)), lane))
+        key_place = kept(U32(ring + place(code, True, U32(pitch), lane)))
+        value_place = kept(U32(ring + place(code, False, U32(pitch), lane)))
+        pos = begin
+        entries = first_entries(table, U32(pos + warp_row), lane, stop)
+        where = find_rows(entries, U32(pos + warp_row), bounds, lane)
+        top, total, sums = fill(2, NEG_INF), fill(2, ZERO), fill(num_sums, ZERO)
+        keys_at, values_at, free_at = U32(0), U32(tile_bytes), U32(2 * tile_bytes)
+        copy_rows(pos < stop, target, key_source, where, key_block, key_token, lane)
+        copies_commit()
+        copy_rows(pos < stop, U32(target + values_at), value_source, where, value_block, value_token, lane)
+        copies_commit()
+        while pos < stop:
+            ahead = U32(pos + U32(tokens))
+            entries = next_entries(entries, table, lane, stop)
+            where = find_rows(entries, U32(ahead + warp_row), bounds, lane)
+            copies_wait_all_but_one()
+            sync_block()  # this tile's keys are here, and the values of the tile before are no longer read
+            copy_rows(ahead < stop, U32(target + free_at), key_source, where, key_block, key_token, lane)
+            copies_commit()
+            dots = queries_by_keys(code, head_dim, tokens, pitch, query_place, U32(key_place + keys_at))
+            masked = pos < seen_by_all[2] or U32(pos + U32(tokens)) > seen_by_all[3]
+            scores = finish_scores(dots, masked, U32(pos + lane % U32(4) * U32(2)), outer, facts)
+            top_before = top
+            top, total, decay, weights = fold(top, total, scores)
+            weights = pack_rows(operand, weights)
+            copies_wait_all_but_one()
+            sync_block()  # this tile's values are here, its keys are no longer read
+            copy_rows(ahead < stop, U32(target + keys_at), value_source, where, value_block, value_token, lane)
+            copies_commit()
+            if any_lane(differ(top_before, top)):
+                sums = multiply(sums, over_sums(decay))
+            if guarded and masked:
+                sums = add_visible(sums, U32(ring + values_at), weights, lane)
+            else:
+                sums = add_weights_by_values(sums, code, head_dim, pitch, weights, U32(value_place + values_at))
+            keys_at, values_at, free_at = free_at, keys_at, values_at
+            pos = ahead
+        copies_wait_all()
+        return top, total, sums
 
     def prefill_mma(items, num_items, tables, table_bytes, q, q_token, q_head, keys, key_block, key_token, key_head,
                     values, value_block, value_token, value_head, inner, outer, window, slopes,
@@ -148,51 +197,24 @@ def make_prefill_mma(spec):
         row = U32(first_row + warp * U32(TILE))
         rows = U32(row + lane // U32(4)), U32(row + lane // U32(4) + U32(8))
         facts = row_facts(rows, first_row, position, start, stop, window, factors, inner, slopes, head)
-        _, _, all_low, all_high = limits(row, U32(row + U32(TILE - 1)), position, start, stop, window)
-        first, stop, _, _ = limits(first_row, U32(first_row + num_valid - U32(1)), position, start, stop, window)
+        seen_by_all = limits(row, U32(row + U32(TILE - 1)), position, start, stop, window)
+        seen = limits(first_row, U32(first_row + num_valid - U32(1)), position, start, stop, window)
         table = tables + U64(seq) * U64(table_bytes)
         key_source = lane_source(keys + U64(kv_head) * U64(key_head), key_token, lane)
         value_source = lane_source(values + U64(kv_head) * U64(value_head), value_token, lane)
-        warp_row = U32(warp * U32(copy_tokens))
-        target = kept(lane_target(U32(ring + warp_row * U32(pitch)), lane))
         query_row = U32(shared + warp * U32(TILE * query_pitch))
         query_place = kept(U32(query_row + place(FLOAT16, False, U32(query_pitch), lane)))
-        key_place = kept(U32(ring + place(code, True, U32(pitch), lane)))
-        value_place = kept(U32(ring + place(code, False, U32(pitch), lane)))
-        pos = U32(start + (first - start) // U32(tokens) * U32(tokens))
-        entries = first_entries(table, U32(pos + warp_row), lane, stop)
-        where = find_rows(entries, U32(pos + warp_row), first, stop, lane)
+        begin = U32(start + (seen[0] - start) // U32(tokens) * U32(tokens))
+        bounds = row_bounds(seen[0], seen[1], lane)
         top, total, sums = fill(2, NEG_INF), fill(2, ZERO), fill(num_sums, ZERO)
-        keys_at, values_at, free_at = U32(0), U32(tile_bytes), U32(2 * tile_bytes)
-        copy_rows(pos < stop, target, key_source, where, key_block, key_token, lane)
-        copies_commit()
-        copy_rows(pos < stop, U32(target + values_at), value_source, where, value_block, value_token, lane)
-        copies_commit()
-        while pos < stop:
-            ahead = U32(pos + U32(tokens))
-            entries = next_entries(entries, table, lane, stop)
-            where = find_rows(entries, U32(ahead + warp_row), first, stop, lane)
-            copies_wait_all_but_one()
-            sync_block()  # this tile's keys are here, and the values of the tile before are no longer read
-            copy_rows(ahead < stop, U32(target + free_at), key_source, where, key_block, key_token, lane)
-            copies_commit()
-            dots = queries_by_keys(code, head_dim, tokens, pitch, query_place, U32(key_place + keys_at))
-            masked = pos < all_low or U32(pos + U32(tokens)) > all_high
-            scores = finish_scores(dots, masked, U32(pos + lane % U32(4) * U32(2)), outer, facts)
-            top_before = top
-            top, total, decay, weights = fold(top, total, scores)
-            weights = pack_rows(operand, weights)
-            copies_wait_all_but_one()
-            sync_block()  # this tile's values are here, its keys are no longer read
-            copy_rows(ahead < stop, U32(target + keys_at), value_source, where, value_block, value_token, lane)
-            copies_commit()
-            if any_lane(differ(top_before, top)):
-                sums = multiply(sums, over_sums(decay))
-            sums = add_weights_by_values(sums, code, head_dim, pitch, weights, U32(value_place + values_at))
-            keys_at, values_at, free_at = free_at, keys_at, values_at
-            pos = ahead
-        copies_wait_all()
-        sync_block()  # nothing is read from here on: the state takes the place of queries and tiles
+        done, guarded = False, False
+        while not done:
+            top, total, sums = attend_tiles(guarded, begin, seen, seen_by_all, bounds, ring, query_place, warp, lane, table,
+                                            key_source, key_block, key_token, value_source, value_block, value_token,
+                                            outer, facts)
+            done = not any_thread(not all_finite(sums)) or guarded  # the threads meet here
+            guarded = True
+        # nothing is read from here on: the state takes the place of queries and tiles
         keep_state(shared, warp, lane, top, total, sums)
         sync_block()
         finish(shared, token, head, first_row, num_valid, part, U32(part_step), thread, out, out_token, out_head, lse,

@@ -16,6 +16,7 @@ from .codecs import ITEMSIZE
 from .intrinsics import assembly, literal, shuffle_from, u32, u64
 from .layout import WARP
 from .memory import load_u32
+from .tensor import kept
 
 U32, U64 = types.uint32, types.uint64
 
@@ -91,34 +92,39 @@ def make_read_entries(spec, layout, step):
     return first_entries, next_entries
 
 
-def make_find_rows(spec, layout):
-    """``find_rows(entries, pos, first, stop, lane)``: (block, offset, valid) of the lane's row, for each turn.
+@cuda.jit(device=True)
+def row_bounds(first, stop, lane):
+    """What `find_rows` compares with, for rows that are copied if they are in [first, stop)."""
+    return kept(U32(lane % U32(ROWS) - first)), kept(U32(stop - first))
 
-    `entries` is of `make_read_entries`, `pos` the position of the warp's first row in the tile. `valid` is 16, or 0 for
-    rows outside of [first, stop), which become zeros and are not read.
+
+def make_find_rows(spec, layout):
+    """``find_rows(entries, pos, bounds, lane)``: (block, offset, valid) of the lane's row, for each turn.
+
+    `entries` is of `make_read_entries`, `pos` the position of the warp's first row in the tile, `bounds` of
+    `row_bounds`. `valid` is 16, or 0 for rows outside of them, which become zeros and are not read.
     """
     turns, granule, block_size = layout.turns, layout.granule, spec.block_size
 
     @cuda.jit(device=True)
-    def find_row(entries, pos, first, stop, row):
+    def find_row(entries, pos, row):
         entry = U32(row // U32(granule))
         offset = U32(0)
         if block_size != granule:
             offset = U32((pos + entry * U32(granule)) % U32(block_size))
-        valid = U32(16) if U32(pos + row - first) < U32(stop - first) else U32(0)
-        return shuffle_from(entries[1], U32(entries[0] + entry)), offset, valid
+        return shuffle_from(entries[1], U32(entries[0] + entry)), offset
 
     @cuda.jit(device=True)
-    def find_rows(entries, pos, first, stop, lane):
-        row = U32(lane % U32(ROWS))
-        block, offset, valid = find_row(entries, pos, first, stop, row)
+    def find_rows(entries, pos, bounds, lane):
+        row, at = U32(lane % U32(ROWS)), U32(pos + bounds[0])
+        block, offset = find_row(entries, pos, row)
+        valid = U32(16) if at < bounds[1] else U32(0)
         if turns == 1:
             return block, offset, valid, block, offset, valid
-        row = U32(row + U32(ROWS))
+        next_valid = U32(16) if U32(at + U32(ROWS)) < bounds[1] else U32(0)
         if granule > ROWS:
-            next_valid = U32(16) if U32(pos + row - first) < U32(stop - first) else U32(0)
             return block, offset, valid, block, offset, next_valid
-        next_block, next_offset, next_valid = find_row(entries, pos, first, stop, row)
+        next_block, next_offset = find_row(entries, pos, U32(row + U32(ROWS)))
         return block, offset, valid, next_block, next_offset, next_valid
 
     return find_rows
