@@ -558,12 +558,12 @@ class PagedKVCache:
         steps.undo(pool.blocks, pool.stack, pool.counts, sequences.rows, sequences.table, plan.seqs, plan.copies,
                    self.spec.block_size)
 
-    def _cut_work(self, query_starts, lengths):
+    def _cut_work(self, query_starts, lengths, block_tables):
         longest = int(np.diff(query_starts).max(initial=0))
         spec, tiling = self.spec, self._backend.tiling(self.spec.group, longest)
         if self.split_size is not None:
             tiling = replace(tiling, query_tile=1)
-        return cut_work(query_starts, lengths, spec.block_size, spec.num_kv_heads, tiling, True, spec.window,
+        return cut_work(query_starts, lengths, block_tables, spec.block_size, spec.num_kv_heads, tiling, True, spec.window,
                         self.split_size)
 
     def _batch(self, seqs, num_new, num_lookahead):
@@ -693,7 +693,7 @@ class PagedKVCache:
         ValueError
             If the layer is out of range.
         """
-        return self._keys[self._layer(layer)]
+        return self._keys[whole_number("layer", layer, 0, self.num_layers - 1)]
 
     def values(self, layer):
         """The values of a layer.
@@ -713,7 +713,7 @@ class PagedKVCache:
         ValueError
             If the layer is out of range.
         """
-        return self._values[self._layer(layer)]
+        return self._values[whole_number("layer", layer, 0, self.num_layers - 1)]
 
     def stats(self):
         """How the cache is used now.
@@ -771,11 +771,6 @@ class PagedKVCache:
         if self._sequences.states[row] == SWAPPED:
             raise ValueError(f"cannot {verb} sequence {seq}: it is swapped out; swap it in first")
         return row
-
-    def _layer(self, layer):
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer must be from 0 to {self.num_layers - 1}, got {layer!r}")
-        return layer
 
     def _require_open(self, plan):
         if plan not in self._open_plans:

@@ -90,8 +90,9 @@ def one_of_each():
     (lambda s: s.cache.commit(s.plan, accepted=[1.0]), TypeError, "accepted must be whole"),
     (lambda s: s.cache.commit(None), ValueError, "plan is not open in this cache"),
     (lambda s: s.cache.rollback(None), ValueError, "plan is not open in this cache"),
-    (lambda s: s.cache.keys(1), ValueError, "layer must be from 0 to 0, got 1"),
-    (lambda s: s.cache.values(-1), ValueError, "layer must be from 0 to 0, got -1"),
+    (lambda s: s.cache.keys(1), ValueError, "layer must be a whole number from 0 to 0, got 1"),
+    (lambda s: s.cache.keys(0.5), ValueError, "layer must be a whole number from 0 to 0, got 0.5"),
+    (lambda s: s.cache.values(-1), ValueError, "layer must be a whole number from 0 to 0, got -1"),
 ])
 def test_refused_with_nothing_changed(call, error, match):
     kinds = one_of_each()
