@@ -60,8 +60,9 @@ def test_the_first_run_installs_and_the_second_does_not(tmp_path):
     start = "ROOT/scripts/demo.py --seed 3"
     assert clone.run("demo", "--seed", "3")[0] == ["-m venv --clear ROOT/.venv", *installs("demo"), start]
     assert clone.run("demo", "--seed", "3")[0] == [start]
-    assert clone.run("test", "-x", "a b")[0] == [*installs("test"), "-m pytest -x a b"]
-    assert clone.run("test")[0] == ["-m pytest"]
+    start = "-m pytest --numprocesses auto --maxprocesses 8 --dist worksteal"
+    assert clone.run("test", "-x", "a b")[0] == [*installs("test"), f"{start} -x a b"]
+    assert clone.run("test")[0] == [start]
     assert clone.run("demo", "--seed", "3")[0] == [start]
 
 
