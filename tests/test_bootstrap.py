@@ -57,13 +57,13 @@ def installs(extra):
 
 def test_the_first_run_installs_and_the_second_does_not(tmp_path):
     clone = Clone(tmp_path)
-    start = "ROOT/scripts/demo.py --seed 3"
-    assert clone.run("demo", "--seed", "3")[0] == ["-m venv --clear ROOT/.venv", *installs("demo"), start]
-    assert clone.run("demo", "--seed", "3")[0] == [start]
-    start = "-m pytest --numprocesses auto --maxprocesses 8 --dist worksteal"
-    assert clone.run("test", "-x", "a b")[0] == [*installs("test"), f"{start} -x a b"]
-    assert clone.run("test")[0] == [start]
-    assert clone.run("demo", "--seed", "3")[0] == [start]
+    demo = "ROOT/scripts/demo.py --seed 3"
+    assert clone.run("demo", "--seed", "3")[0] == ["-m venv --clear ROOT/.venv", *installs("demo"), demo]
+    assert clone.run("demo", "--seed", "3")[0] == [demo]
+    test = "-m pytest --numprocesses auto --maxprocesses 8 --dist worksteal"
+    assert clone.run("test", "-x", "a b")[0] == [*installs("test"), f"{test} -x a b"]
+    assert clone.run("test")[0] == [test]
+    assert clone.run("demo", "--seed", "3")[0] == [demo]
 
 
 def test_what_decides_the_installation_is_noticed(tmp_path):
