@@ -28,7 +28,7 @@ def directory():
     return DIRECTORY
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=128)
 def _lowered(kernel):
     """Where the code of a kernel is put once it is lowered."""
     return []
