@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from .score import visible_start, visible_stop
+from .shared_prefix import fill_shared, find_shared, group_size, nothing_shared
 from .spec import NO_WINDOW
 
 ITEM_FIELDS = ("seq", "query", "num_queries", "start", "stop", "part", "part_stride", "position")
@@ -20,6 +21,9 @@ SEQ, QUERY, NUM_QUERIES, START, STOP, PART, PART_STRIDE, POSITION = range(8)
 
 MIN_SPLIT = 128
 """Tokens below which a split is not worth its partial (FlashInfer's smallest chunk, arXiv:2501.01005)."""
+
+MIN_SAVED = 2048
+"""Tokens of keys and values that sharing a prefix must save, beyond what its partials cost: it takes two launches more."""
 
 _visible_start = njit(visible_start)
 _visible_stop = njit(visible_stop)
@@ -35,10 +39,15 @@ class Tiling:
         The most query tokens of a sequence that one item attends.
     num_workers : int
         How many (item, kv head) pairs it takes to fill the machine; fewer, and long sequences are split.
+    part_cost : int
+        In how many tokens' keys and values are as many bytes as in a query token's partial, written and read. Where it
+        is known, sequences attend a prefix that they share together, if that saves more than the partials cost; at 0
+        they never do.
     """
 
     query_tile: int
     num_workers: int
+    part_cost: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +65,19 @@ class Work:
         Query token, first partial row, number of partial rows (consecutive), for each query token that was split.
     num_parts : int
         Partial rows in all; each is [num_q_heads, head_dim] of out and [num_q_heads] of lse, float32.
+    shared_items : int32 [num_shared_items, 8]
+        Items of several sequences' query tokens against a split of the prefix that they share, all of which they see.
+        Columns as in `items`, but query is the first row of `shared_tokens`, part the number of the split, and there is
+        no part_stride and no position.
+    shared_tokens : int32 [num_shared_tokens, 4]
+        Query token, its position, its first partial row (of the first split), 0.
     """
 
     items: np.ndarray
     merges: np.ndarray
     num_parts: int
+    shared_items: np.ndarray
+    shared_tokens: np.ndarray
 
 
 _NOTHING = {dtype: np.empty(0, dtype) for dtype in (np.int32, np.int64)}
@@ -82,7 +99,7 @@ class Plan:
     block_tables : int32 [num_seqs, max_blocks]
         Position to block; entries past the length are never read.
     cut : callable
-        Makes the `work` from query_starts and lengths.
+        Makes the `work` from query_starts, lengths and block_tables.
     seqs : int64 [num_seqs]
         The handles of the sequences; empty for a plan made from arrays.
     positions : int32 [num_tokens]
@@ -98,7 +115,7 @@ class Plan:
     query_starts: np.ndarray
     lengths: np.ndarray
     block_tables: np.ndarray
-    cut: Callable[[np.ndarray, np.ndarray], Work]
+    cut: Callable[[np.ndarray, np.ndarray, np.ndarray], Work]
     seqs: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
@@ -115,7 +132,7 @@ class Plan:
     def work(self):
         """The attention, cut into items (`Work`) when it is first asked for: a step that attends nothing pays
         nothing."""
-        return self.cut(self.query_starts, self.lengths)
+        return self.cut(self.query_starts, self.lengths, self.block_tables)
 
     @property
     def num_tokens(self):
@@ -132,46 +149,60 @@ def _tile_range(position, num_queries, length, block_size, causal, window):
 
 
 @njit(cache=True)
-def _count(query_starts, lengths, block_size, query_tile, split, causal, window):
-    """How many items, merges and partial rows a split length makes."""
-    num_items = num_merges = num_parts = 0
+def _num_splits(start, stop, split, origin):
+    """Splits that [start, stop) takes part in, at least one; their edges are multiples of `split` from `origin` on."""
+    return max(1, (stop - origin + split - 1) // split - (start - origin) // split)
+
+
+@njit(cache=True)
+def _count(query_starts, lengths, shared, block_size, query_tile, split, causal, window):
+    """How many items, merges, partial rows and shared items a split length makes."""
+    num_items = num_merges = num_parts = num_shared = 0
     for seq in range(lengths.size):
-        num_queries = query_starts[seq + 1] - query_starts[seq]
+        num_queries, prefix = query_starts[seq + 1] - query_starts[seq], shared.prefixes[seq]
         for first in range(0, num_queries, query_tile):
             tile = min(query_tile, num_queries - first)
             position = lengths[seq] - num_queries + first
             start, stop = _tile_range(position, tile, lengths[seq], block_size, causal, window)
-            parts = max(1, (stop + split - 1) // split - start // split)
-            num_items += parts
+            own = _num_splits(max(start, prefix), stop, split, prefix)
+            parts = own + (prefix + split - 1) // split
+            num_items += own
             if parts > 1:
                 num_merges += tile
                 num_parts += tile * parts
-    return num_items, num_merges, num_parts
+    for group in range(shared.num_groups):
+        tokens, prefix = group_size(query_starts, shared, group)
+        num_shared += (tokens + query_tile - 1) // query_tile * ((prefix + split - 1) // split)
+    return num_items, num_merges, num_parts, num_shared
 
 
 @njit(cache=True)
-def _fill(query_starts, lengths, block_size, query_tile, split, causal, window, items, merges):
-    """Write the items and merges that `_count` counted; split edges are multiples of `split` from position 0."""
+def _fill(query_starts, lengths, shared, block_size, query_tile, split, causal, window, items, merges, first_parts):
+    """Write the items and merges that `_count` counted, and each sequence's first partial row and number of them."""
     item = merge = part_row = 0
     for seq in range(lengths.size):
-        num_queries = query_starts[seq + 1] - query_starts[seq]
+        num_queries, prefix = query_starts[seq + 1] - query_starts[seq], shared.prefixes[seq]
+        before = (prefix + split - 1) // split
         for first in range(0, num_queries, query_tile):
             tile = min(query_tile, num_queries - first)
             query = query_starts[seq] + first
             position = lengths[seq] - num_queries + first
             start, stop = _tile_range(position, tile, lengths[seq], block_size, causal, window)
-            parts = max(1, (stop + split - 1) // split - start // split)
-            for part in range(parts):
-                edge = (start // split + part) * split
+            start = max(start, prefix)
+            own = _num_splits(start, stop, split, prefix)
+            parts = before + own
+            for part in range(own):
+                edge = prefix + ((start - prefix) // split + part) * split
                 items[item, 0] = seq
                 items[item, 1] = query
                 items[item, 2] = tile
                 items[item, 3] = max(start, edge)
                 items[item, 4] = min(stop, edge + split)
-                items[item, 5] = part_row + part if parts > 1 else -1
+                items[item, 5] = part_row + before + part if parts > 1 else -1
                 items[item, 6] = parts
                 items[item, 7] = position
                 item += 1
+            first_parts[seq] = part_row, parts
             if parts > 1:
                 for token in range(tile):
                     merges[merge, 0] = query + token
@@ -182,14 +213,14 @@ def _fill(query_starts, lengths, block_size, query_tile, split, causal, window, 
 
 
 @njit(cache=True)
-def _choose_split(query_starts, lengths, block_size, query_tile, max_items, causal, window, min_split):
+def _choose_split(query_starts, lengths, shared, block_size, query_tile, max_items, causal, window, min_split):
     """The smallest split, in whole blocks and at least `min_split` tokens, that makes at most `max_items` items."""
     low = (min_split + block_size - 1) // block_size
     high = max(low, (lengths.max() + block_size - 1) // block_size) if lengths.size else low
     while low < high:
         middle = (low + high) // 2
-        items, _, _ = _count(query_starts, lengths, block_size, query_tile, middle * block_size, causal, window)
-        if items <= max_items:
+        counts = _count(query_starts, lengths, shared, block_size, query_tile, middle * block_size, causal, window)
+        if counts[0] + counts[3] <= max_items:
             high = middle
         else:
             low = middle + 1
@@ -197,26 +228,35 @@ def _choose_split(query_starts, lengths, block_size, query_tile, max_items, caus
 
 
 @njit(cache=True)
-def _cut(query_starts, lengths, block_size, num_kv_heads, query_tile, num_workers, causal, window, split, min_split):
+def _cut(query_starts, lengths, block_tables, block_size, num_kv_heads, query_tile, num_workers, part_cost, causal,
+         window, split, min_split, min_saved):
+    shared = nothing_shared(lengths.size)
     if split == 0:
+        if part_cost > 0:
+            shared = find_shared(query_starts, lengths, block_tables, block_size, query_tile, part_cost, window,
+                                 min_saved)
         max_items = max(1, num_workers // num_kv_heads)
-        split = _choose_split(query_starts, lengths, block_size, query_tile, max_items, causal, window, min_split)
-    num_items, num_merges, num_parts = _count(query_starts, lengths, block_size, query_tile, split, causal, window)
-    items = np.empty((num_items, 8), np.int32)
-    merges = np.empty((num_merges, 3), np.int32)
-    _fill(query_starts, lengths, block_size, query_tile, split, causal, window, items, merges)
+        split = _choose_split(query_starts, lengths, shared, block_size, query_tile, max_items, causal, window, min_split)
+    num_items, num_merges, num_parts, num_shared = _count(
+        query_starts, lengths, shared, block_size, query_tile, split, causal, window)
+    items, merges = np.empty((num_items, 8), np.int32), np.empty((num_merges, 3), np.int32)
+    first_parts = np.empty((lengths.size, 2), np.int64)
+    _fill(query_starts, lengths, shared, block_size, query_tile, split, causal, window, items, merges, first_parts)
     cost = (items[:, 4] - items[:, 3]) * items[:, 2]
     if cost.size and cost.min() < cost.max():
         items = items[np.argsort(-cost, kind="mergesort")]  # the longest first, so that none is left to the end
-    return items, merges, num_parts
+    shared_items, shared_tokens = fill_shared(query_starts, lengths, shared, query_tile, split, num_shared, first_parts)
+    return items, merges, num_parts, shared_items, shared_tokens
 
 
-def cut_work(query_starts, lengths, block_size, num_kv_heads, tiling, causal=True, window=None, split_size=None):
+def cut_work(query_starts, lengths, block_tables, block_size, num_kv_heads, tiling, causal=True, window=None,
+             split_size=None):
     """Cut the attention of a batch into items of work.
 
     Sequences are tiled by query tokens, and each tile's visible keys are cut into splits when the batch alone does not
     fill the machine, or always where `split_size` fixes their length: then the cuts depend on nothing but the
-    sequence itself, and so do the results, bit for bit.
+    sequence itself, and so do the results, bit for bit. Elsewhere, a prefix whose blocks several sequences share may be
+    cut out, to be attended by all of them together (`Tiling.part_cost`).
 
     Parameters
     ----------
@@ -224,6 +264,8 @@ def cut_work(query_starts, lengths, block_size, num_kv_heads, tiling, causal=Tru
         As in `Plan`.
     lengths : int32 [num_seqs]
         Tokens in the cache.
+    block_tables : int32 [num_seqs, max_blocks]
+        As in `Plan`.
     block_size, num_kv_heads : int
         Geometry.
     tiling : Tiling
@@ -241,11 +283,11 @@ def cut_work(query_starts, lengths, block_size, num_kv_heads, tiling, causal=Tru
 
     Examples
     --------
-    >>> lengths = np.array([1000], np.int32)
-    >>> work = cut_work(np.array([0, 1], np.int32), lengths, 16, 1, Tiling(1, 4), split_size=512)
+    >>> lengths, tables = np.array([1000], np.int32), np.arange(63, dtype=np.int32)[None]
+    >>> work = cut_work(np.array([0, 1], np.int32), lengths, tables, 16, 1, Tiling(1, 4), split_size=512)
     >>> work.items[:, [START, STOP]].tolist(), work.merges.tolist()
     ([[0, 512], [512, 1000]], [[0, 0, 2]])
     """
     split = 0 if split_size is None else -(-split_size // block_size) * block_size
-    return Work(*_cut(query_starts, lengths, block_size, num_kv_heads, tiling.query_tile, tiling.num_workers, causal,
-                      NO_WINDOW if window is None else window, split, MIN_SPLIT))
+    return Work(*_cut(query_starts, lengths, block_tables, block_size, num_kv_heads, tiling.query_tile, tiling.num_workers,
+                      tiling.part_cost, causal, NO_WINDOW if window is None else window, split, MIN_SPLIT, MIN_SAVED))

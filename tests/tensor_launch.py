@@ -31,8 +31,8 @@ def attend(problem, cc=(9, 0), query_tile=1, pool_rows=None, **options):
     choice = choose(spec_of(shape, cc, options), cc, query_tile)
     starts, lengths = problem.query_starts, problem.lengths
     starts = np.arange(len(lengths) + 1, dtype=np.int32) if starts is None else starts
-    work = cut_work(starts, lengths, shape.block_size, shape.num_kv_heads, Tiling(query_tile, 1), options.causal,
-                    options.window, options.split_size)
+    work = cut_work(starts, lengths, problem.block_tables, shape.block_size, shape.num_kv_heads, Tiling(query_tile, 1),
+                    options.causal, options.window, options.split_size)
     out, lse = device.empty(problem.q.shape, problem.q.dtype), device.empty(problem.q.shape[:2], np.float32)
     parts = device.empty((work.num_parts, *problem.q.shape[1:]), np.float32)
     part_lses = device.empty((work.num_parts, shape.num_q_heads), np.float32)

@@ -36,6 +36,7 @@ FLOORS = {
     "arrays": 1,
     "batches": 1,
     "compiled": 1,
+    "shared_prefix": 1,
     "scalars": 0,
     "spec": 0,
     "formats": 0,

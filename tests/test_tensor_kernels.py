@@ -13,13 +13,17 @@ if ptxrun.missing():
     pytest.skip(ptxrun.missing(), allow_module_level=True)
 
 import cubin  # noqa: E402
+import numba_paged as npg  # noqa: E402
 import tolerances  # noqa: E402
 from compiled import cubin_of  # noqa: E402
 from covering import pairwise  # noqa: E402
 from inputs import Shape, decode_problem, prefill_problem  # noqa: E402
+from numba_paged import plan  # noqa: E402
+from numba_paged.cuda.backend import CudaBackend  # noqa: E402
 from numba_paged.cuda.choose import choose, most_rows  # noqa: E402
 from numba_paged.cuda.codecs import code_of  # noqa: E402
 from numba_paged.cuda.warp import AttendSpec  # noqa: E402
+from ptx_device import DeviceArray, PtxDevice, used_for_device_arrays  # noqa: E402
 from tensor_launch import attend, check  # noqa: E402
 
 CCS = ((8, 0), (9, 0), (10, 0))
@@ -331,3 +335,82 @@ def test_choice_covers_all_rows():
     """A block for each run of rows that a kernel serves."""
     assert [choose(spec_of(group=g), (9, 0), 1).blocks_per_head for g in (2, 16, 64, 65)] == [1, 1, 1, 2]
     assert (most_rows(128), most_rows(144)) == (16, 8)
+
+
+# ------------------------------------------------------------------------------------------------------ shared prefixes
+
+
+def shared_problem(shape, prefixes, lengths, num_queries=1, seed=0):
+    """A batch in which the sequences of equal `prefixes` (tokens, name) have those first tokens in the same blocks."""
+    problem = prefill_problem(shape, lengths, num_queries, seed=seed)
+    tables = problem.block_tables.copy()
+    for seq, prefix in enumerate(prefixes):
+        blocks = prefix[0] // shape.block_size
+        tables[seq, :blocks] = tables[prefixes.index(prefix), :blocks]
+    return problem.replace(block_tables=tables)
+
+
+def attend_shared(problem, cc=(9, 0), num_multiprocessors=4, **options):
+    """(out, lse, launches) of a call on a backend of its own, checked against the oracle; pools are named."""
+    device = PtxDevice(cc, num_multiprocessors)
+    device.memory.add(problem.keys, name="keys")
+    device.memory.add(problem.values, name="values")
+
+    class Arrays:
+        asarray, asnumpy = staticmethod(DeviceArray), staticmethod(lambda array: array.host)
+        weight_rounding = staticmethod(tolerances.tensor_weight_rounding)
+
+    with used_for_device_arrays(CudaBackend(device)):
+        problem.check(Arrays(), **options)
+    return device.launches
+
+
+def gathers(launches):
+    """The kernels that attend shared prefixes."""
+    specs = [(launch.kernel.name, getattr(launch.kernel.spec, "attend", launch.kernel.spec)) for launch in launches]
+    return [name for name, spec in specs if getattr(spec, "gathered", False)]
+
+
+@pytest.mark.parametrize("cc", CCS)
+def test_a_shared_prefix_is_read_once(cc):
+    """16 sequences that share 1024 of 1100 tokens."""
+    problem = shared_problem(Shape(4, 1, 64, 16, "float16", "float16"), [(1024, "a")] * 16, [1100] * 16)
+    launches = attend_shared(problem, cc)
+    assert gathers(launches) == ["prefill_mma"]
+    for name in ("keys", "values"):
+        loaded = sum(launch.result.stats.by_buffer[name].loaded for launch in launches
+                     if name in launch.result.stats.by_buffer)
+        assert loaded <= 1.1 * (1024 + 16 * 76) * 64 * 2
+
+
+@pytest.mark.parametrize("options", ["none", "window", "soft_cap", "alibi", "sinks", "scales"])
+@pytest.mark.parametrize("formats", [FORMATS[0], FORMATS[4], ("float32", "float16"), ("float16", "int8")], ids="-".join)
+def test_shared_prefixes_in_any_order(formats, options, monkeypatch):
+    """Two groups among others, several query tokens, on every kernel: the same results."""
+    monkeypatch.setattr(plan, "MIN_SAVED", 1)
+    prefixes = [(64, "a"), (0, "x"), (96, "b"), (64, "a"), (96, "b"), (0, "y"), (64, "a"), (96, "b")]
+    problem = shared_problem(Shape(4, 2, 48, 16, *formats), prefixes, [70, 33, 120, 90, 97, 5, 81, 200],
+                             [1, 2, 1, 3, 1, 5, 1, 1])
+    given = {**option_values(options, 4)}
+    if options == "window":
+        given = {"window": 85}  # hides a part of the longer ones
+    launches = attend_shared(problem, **given)
+    tensor = tolerances.tensor_weight_rounding(*formats) > 0
+    assert gathers(launches) == (["decode_mma"] if tensor else ["prefill"])
+
+
+def test_a_few_sequences_share_columns(monkeypatch):
+    """Two sequences of a group of 4 are 8 columns of a product."""
+    monkeypatch.setattr(plan, "MIN_SAVED", 1)
+    problem = shared_problem(Shape(4, 1, 64, 16, "float16", "float16"), [(128, "a")] * 2, [140, 160])
+    assert gathers(attend_shared(problem)) == ["decode_mma"]
+    assert not gathers(attend_shared(problem, split_size=64))
+
+
+def test_warmup_prepares_what_shared_prefixes_need():
+    device = PtxDevice((9, 0))
+    prepared = []
+    device.prepare = prepared.append
+    CudaBackend(device).warmup(npg.AttentionSpec(4, 1, 64, 16, "float16"))
+    problem = shared_problem(Shape(4, 1, 64, 16, "float16", "float16"), [(1024, "a")] * 5, [1040] * 5)
+    assert {launch.kernel for launch in attend_shared(problem)} <= set(prepared)

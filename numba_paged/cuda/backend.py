@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,9 @@ from .warp import AttendSpec
 QUERY_ROWS = 64
 """Query rows (tokens x heads of a group) of an item: what a prefill block keeps."""
 
+PART_COST = 4
+"""Tokens of 16-bit keys and values for a query head's partial in float32: as many numbers twice as wide, both ways."""
+
 MAX_GRID_Y = 32768
 """Blocks along the y axis of a grid of items; the z axis takes the rest."""
 
@@ -29,18 +33,35 @@ _attend_spec, _merge_spec = functools.cache(AttendSpec), functools.cache(merge.M
 
 
 class _Bucket(NamedTuple):
-    """A plan's items that one kernel takes: those of at most so many query tokens, and of more than the bucket before."""
+    """A plan's items that one kernel takes: those of at most so many query tokens, and of more than the bucket before.
+
+    `items` are int32 as a kernel reads them: rows of `plan.Work`, and behind them the tokens of gathered ones, filled up
+    for the rows of the last block that are of no token.
+    """
 
     items: np.ndarray
+    num_items: int
     most_queries: int
+    gathered: bool
 
 
-def _sort_items(items, group, head_dim):
+def _sort_items(work, group, head_dim):
     """Items by the kernel that takes them."""
+    items, shared = work.items, work.shared_items
     counts = items[:, NUM_QUERIES]
     sizes = item_sizes(group, head_dim, int(counts.max(initial=1)))
-    return tuple(_Bucket(items[(counts > least) & (counts <= most)], most)
-                 for least, most in zip((0, *sizes), sizes, strict=False))
+    masks = [(counts > least) & (counts <= most) for least, most in zip((0, *sizes), sizes, strict=False)]
+    buckets = [_Bucket(items[mask], int(mask.sum()), most, False) for mask, most in zip(masks, sizes, strict=True)]
+    if len(shared):
+        both = np.concatenate([shared.ravel(), work.shared_tokens.ravel(), np.zeros(4 * QUERY_ROWS, np.int32)])
+        buckets.append(_Bucket(both, len(shared), max(2, int(shared[:, NUM_QUERIES].max())), True))
+    return tuple(bucket for bucket in buckets if bucket.num_items)
+
+
+@functools.cache
+def _gathered(spec):
+    """What attends a prefix that sequences share: all of them see all of it, and sinks are added once, later."""
+    return replace(spec, has_window=False, has_sinks=False, causal=False, gathered=True)
 
 
 def _strides(array, name):
@@ -119,7 +140,7 @@ class CudaBackend:
         Tiling
         """
         resident = 4 if group <= 4 else 3
-        return Tiling(max(1, QUERY_ROWS // group), resident * self._device.num_multiprocessors)
+        return Tiling(max(1, QUERY_ROWS // group), resident * self._device.num_multiprocessors, PART_COST * group)
 
     def warmup(self, spec, q_dtype="float16", alibi=False, sinks=False):
         """Compile and load the kernels of a model ahead of the first call.
@@ -140,6 +161,7 @@ class CudaBackend:
                             spec.soft_cap is not None, alibi, spec.window is not None, sinks, True)
         sizes = item_sizes(spec.group, spec.head_dim, self.tiling(spec.group, 1).query_tile)
         kernels = {self._choose(attend, cc, size).kernel for size in sizes}
+        kernels |= {self._choose(_gathered(attend), cc, size).kernel for size in sizes if size > 1}
         run = _run(spec.head_dim, (16, ITEMSIZE[q_code]), (16, ITEMSIZE[kv_code]))
         new = append.AppendSpec(q_code, kv_code, spec.num_kv_heads, spec.head_dim, spec.block_size, run, False)
         width = _run(spec.head_dim, (16, 4))
@@ -237,7 +259,7 @@ class CudaBackend:
         num_kv_heads, address = keys.shape[2], self._device.address
         buckets = self._buckets.get(plan)
         if buckets is None:
-            buckets = self._buckets[plan] = _sort_items(plan.work.items, num_q_heads // num_kv_heads, head_dim)
+            buckets = self._buckets[plan] = _sort_items(plan.work, num_q_heads // num_kv_heads, head_dim)
         with self._device.on(q=q, keys=keys, values=values, out=out, lse=lse):
             *item_places, tables, merges = self._device.tables(
                 plan, *(bucket.items for bucket in buckets), plan.block_tables, plan.work.merges)
@@ -253,11 +275,10 @@ class CudaBackend:
                     address(options.alibi_slopes), address(out), *_strides(out, "out"), address(lse),
                     address(part_out), address(part_lse), num_q_heads, options.v_scale, address(options.sinks))
             for bucket, place in zip(buckets, item_places, strict=True):
-                num_items = len(bucket.items)
-                if num_items:
-                    choice = self._choose(spec, self._device.compute_capability, bucket.most_queries)
-                    grid = _item_grid(num_kv_heads * choice.blocks_per_head, num_items)
-                    self._device.launch(choice.kernel, grid, (place, num_items, *rest))
+                here = _gathered(spec) if bucket.gathered else spec
+                choice = self._choose(here, self._device.compute_capability, bucket.most_queries)
+                grid = _item_grid(num_kv_heads * choice.blocks_per_head, bucket.num_items)
+                self._device.launch(choice.kernel, grid, (place, bucket.num_items, *rest))
             if plan.work.num_parts:
                 row = 4 * num_q_heads * head_dim
                 self._merge(merges, len(plan.work.merges), (address(part_out), row, row, 4 * head_dim),

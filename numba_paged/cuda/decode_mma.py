@@ -13,7 +13,7 @@ from .intrinsics import (block_y, block_z, blocks_y, copies_commit, copies_wait_
 from .layout import WARP
 from .memory import store_shared
 from .registers import count_up, each, fill, sum_over_lanes
-from .rows import OUTPUTS, make_finish, state_bytes
+from .rows import OUTPUTS, make_finish, make_query_tokens, state_bytes
 from .tensor import (TILE, add_values_by_weights, any_lane, differ, fragment_place, kept, keys_by_queries, make_spread,
                      multiply, operand_code, pack_columns)
 from .tensor_guard import all_finite, make_add_visible_columns
@@ -123,6 +123,7 @@ def make_decode_mma(spec):
     finish = make_finish(attend, shape.state, num_rows, group, num_warps, shape.num_threads)
     add_visible = make_add_visible_columns(code, head_dim, pitch)
     place = cuda.jit(device=True)(fragment_place)
+    first_of, _, _, _ = make_query_tokens(attend)
 
     @cuda.jit(device=True)
     def token_of(element, base):
@@ -204,7 +205,7 @@ def make_decode_mma(spec):
         kv_head, first_row, num_valid = block_rows(num_queries, num_q_heads)
         if num_valid == U32(0):
             return
-        token, start, stop, head = U32(token), U32(start), U32(stop), U32(kv_head * U32(group))
+        token, start, stop, head = first_of(items, num_items, token), U32(start), U32(stop), U32(kv_head * U32(group))
         thread = thread_index()
         lane = U32(thread % U32(32))
         warp = shuffle_from(U32(thread // U32(32)), U32(0))  # the same in all lanes, and known to be
@@ -216,9 +217,9 @@ def make_decode_mma(spec):
         sync_block()
         queries = kept(U32(shared + lane % U32(8) * U32(query_pitch) + lane // U32(8) * U32(16)))
         rows = each(row_of_column, count_up(num_columns), first_row, lane)
-        facts = row_facts(rows, first_row, position, start, stop, window, factors, inner, slopes, head)
+        facts = row_facts(rows, first_row, token, position, start, stop, window, factors, inner, slopes, head)
         last_row = U32(first_row + num_valid - U32(1))
-        seen = limits(first_row, last_row, position, start, stop, window)
+        seen = limits(first_row, last_row, token, position, start, stop, window)
         table = tables + U64(seq) * U64(table_bytes)
         key_source = lane_source(keys + U64(kv_head) * U64(key_head), key_token, lane)
         value_source = lane_source(values + U64(kv_head) * U64(value_head), value_token, lane)
@@ -235,7 +236,7 @@ def make_decode_mma(spec):
         sync_block()  # nothing is read from here on: the states take the place of queries and tiles
         keep_state(shared, warp, lane, top, total, sums)
         sync_block()
-        finish(shared, token, head, first_row, num_valid, part, U32(part_step), thread, out, out_token, out_head, lse,
+        finish(shared, token, head, first_row, num_valid, part, part_step, thread, out, out_token, out_head, lse,
                part_out, part_lse, num_q_heads, v_scale, sinks)
 
     return decode_mma

@@ -12,7 +12,7 @@ from .intrinsics import (block_x, block_y, block_z, blocks_y, copies_commit, cop
 from .layout import WARP, TileLayout, tile_layout
 from .memory import load_i32
 from .registers import count_up, each, fill, planes_bytes, scale_rows, store_weights
-from .rows import OUTPUTS, make_finish, make_keep_state, make_stage_queries, state_bytes
+from .rows import OUTPUTS, make_finish, make_keep_state, make_query_tokens, make_stage_queries, state_bytes
 from .warp import (F32, I32, INPUTS, NEG_INF, U32, U64, ZERO, make_add_values, make_copy_tile, make_find_rows,
                    make_fold, make_load_slopes, make_score_tile, visible_start, visible_stop, zero_tiles)
 
@@ -84,12 +84,14 @@ def make_limits(spec):
     return first_of, stop_of, unless_hidden
 
 
-def make_distance(group):
-    """``distance(row, first_row, position, key)``: the key's position less that of the row's query, as float32."""
+def make_distance(spec):
+    """``distance(row, first_row, token, position, key)``: the key's position less that of the row's query, as float32."""
+    group = spec.group
+    _, _, position_of, _ = make_query_tokens(spec)
 
     @cuda.jit(device=True)
-    def distance(row, first_row, position, key):
-        return F32(I32(key) - position - I32(U32(first_row + row) // U32(group)))
+    def distance(row, first_row, token, position, key):
+        return F32(I32(key) - position_of(token, position, U32(U32(first_row + row) // U32(group))))
 
     return distance
 
@@ -121,7 +123,8 @@ def make_prefill(spec):
     queries_bytes, weights_at = warp_rows * layout.query_row, shape.queries
     ring_at = shape.queries + NUM_WARPS * shape.weights
     first_of, stop_of, unless_hidden = make_limits(spec)
-    distance_of = make_distance(group)
+    distance_of = make_distance(spec)
+    first_token, _, _, _ = make_query_tokens(spec)
     find_rows = make_find_rows(spec.block_size, tokens)
     copy_tile = make_copy_tile(spec, layout, num_threads)
     stage_queries = make_stage_queries(spec, layout, num_rows, group, num_threads)
@@ -135,7 +138,7 @@ def make_prefill(spec):
 
     @cuda.jit(device=True)
     def attend_tiles(shared, warp, lane, thread, table, keys, key_block, key_token, values, value_block, value_token,
-                     position, start, item_stop, block_row, last_row, inner, outer, window, slope):
+                     token, position, start, item_stop, block_row, last_row, inner, outer, window, slope):
         """The loop over tiles: the state of the warp's rows, those of the block being block_row to last_row."""
         first_row = U32(block_row + warp * U32(warp_rows))
         queries_here = U32(shared + warp * U32(queries_bytes))
@@ -163,7 +166,7 @@ def make_prefill(spec):
                 copy_tile(free_at, keys, block, offset, key_block, key_token, ahead, first, stop, thread)
             copies_commit()
             key = U32(pos + lane % U32(tokens))
-            distance = each(distance_of, count_up(warp_rows), first_row, position, key) if has_bias else ZERO
+            distance = each(distance_of, count_up(warp_rows), first_row, token, position, key) if has_bias else ZERO
             scores = score_tile(keys_at, queries_here, lane, inner, outer, slope, distance)
             whole = seen_by_all[0] <= pos and ahead <= seen_by_all[1]
             if not whole:
@@ -195,7 +198,8 @@ def make_prefill(spec):
         if number >= num_items:
             return
         item = items + U64(number) * U64(32)
-        seq, token, all_rows = U32(load_i32(item)), U32(load_i32(item + U64(4))), load_i32(item + U64(8)) * group
+        seq, all_rows = U32(load_i32(item)), load_i32(item + U64(8)) * group
+        token = first_token(items, num_items, load_i32(item + U64(4)))
         start, stop = U32(load_i32(item + U64(12))), U32(load_i32(item + U64(16)))
         part, part_step = load_i32(item + U64(20)), U32(load_i32(item + U64(24)))
         position, kv_head = load_i32(item + U64(28)), block_x()
@@ -217,7 +221,7 @@ def make_prefill(spec):
             slope = load_slopes(slopes, head, first_row, U32(group)) if has_bias else ZERO
             sync_block()
             top, total, sums = attend_tiles(shared, warp, lane, thread, table, key_base, key_block, key_token,
-                                            value_base, value_block, value_token, position, start, stop, block_row,
+                                            value_base, value_block, value_token, token, position, start, stop, block_row,
                                             U32(block_row + num_valid - U32(1)), inner, outer, window, slope)
             sync_block()  # nothing is read from here on: the state takes the place of queries and tiles
             keep_state(shared, U32(warp * U32(warp_rows)), lane, top, total, sums)

@@ -13,7 +13,7 @@ from .intrinsics import (block_y, block_z, blocks_y, copies_commit, copies_wait_
 from .layout import WARP
 from .memory import store_shared
 from .registers import fill, sum_over_lanes
-from .rows import OUTPUTS, make_finish, state_bytes
+from .rows import OUTPUTS, make_finish, make_query_tokens, state_bytes
 from .tensor import (TILE, add_weights_by_values, any_lane, differ, fragment_place, kept, make_spread, multiply,
                      operand_code, pack_rows, queries_by_keys)
 from .tensor_guard import all_finite, any_thread, make_add_visible_rows
@@ -108,6 +108,7 @@ def make_prefill_mma(spec):
     finish = make_finish(spec, shape.state, NUM_ROWS, group, 1, WARP * NUM_WARPS)
     add_visible = make_add_visible_rows(code, head_dim, pitch, tokens)
     place = cuda.jit(device=True)(fragment_place)
+    first_of, _, _, _ = make_query_tokens(spec)
 
     @cuda.jit(device=True)
     def token_of(element, base):
@@ -185,7 +186,7 @@ def make_prefill_mma(spec):
         kv_head, first_row, num_valid = block_rows(num_queries, num_q_heads)
         if num_valid == U32(0):
             return
-        token, start, stop, head = U32(token), U32(start), U32(stop), U32(kv_head * U32(group))
+        token, start, stop, head = first_of(items, num_items, token), U32(start), U32(stop), U32(kv_head * U32(group))
         thread = thread_index()
         lane = U32(thread % U32(32))
         warp = shuffle_from(U32(thread // U32(32)), U32(0))  # the same in all lanes, and known to be
@@ -196,9 +197,9 @@ def make_prefill_mma(spec):
         sync_block()
         row = U32(first_row + warp * U32(TILE))
         rows = U32(row + lane // U32(4)), U32(row + lane // U32(4) + U32(8))
-        facts = row_facts(rows, first_row, position, start, stop, window, factors, inner, slopes, head)
-        seen_by_all = limits(row, U32(row + U32(TILE - 1)), position, start, stop, window)
-        seen = limits(first_row, U32(first_row + num_valid - U32(1)), position, start, stop, window)
+        facts = row_facts(rows, first_row, token, position, start, stop, window, factors, inner, slopes, head)
+        seen_by_all = limits(row, U32(row + U32(TILE - 1)), token, position, start, stop, window)
+        seen = limits(first_row, U32(first_row + num_valid - U32(1)), token, position, start, stop, window)
         table = tables + U64(seq) * U64(table_bytes)
         key_source = lane_source(keys + U64(kv_head) * U64(key_head), key_token, lane)
         value_source = lane_source(values + U64(kv_head) * U64(value_head), value_token, lane)
@@ -217,7 +218,7 @@ def make_prefill_mma(spec):
         # nothing is read from here on: the state takes the place of queries and tiles
         keep_state(shared, warp, lane, top, total, sums)
         sync_block()
-        finish(shared, token, head, first_row, num_valid, part, U32(part_step), thread, out, out_token, out_head, lse,
+        finish(shared, token, head, first_row, num_valid, part, part_step, thread, out, out_token, out_head, lse,
                part_out, part_lse, num_q_heads, v_scale, sinks)
 
     return prefill_mma

@@ -10,7 +10,7 @@ from numba.cuda import types
 from ..softmax import NEG_INF
 from .codecs import FLOAT32, ITEMSIZE
 from .intrinsics import exp2, log2, maximum, reciprocal, sync_block
-from .memory import load_global, load_shared, store_global, store_shared
+from .memory import load_global, load_i32, load_shared, store_global, store_shared
 from .registers import store_runs, sum_over_lanes
 from .warp import LN2, U32, U64, ZERO, add_sink, anchor
 
@@ -20,6 +20,53 @@ OUTPUTS = {
     "sinks": types.uint64,
 }
 """Parameters of a kernel that say where results go, in the order in which `finish` takes them."""
+
+
+def make_query_tokens(spec):
+    """``first_of(items, num_items, query)``, and what follows from it for an item's n-th query token.
+
+    ``token_of(first, n)`` is its number in q and out, ``position_of(first, position, n)`` its position in its sequence,
+    ``part_of(first, part, part_step, n)`` its row in the partial buffers. Gathered ones are listed behind the items
+    (`plan.Work.shared_tokens`), and `first` (uint64) is the address of the item's first one there; else `first` is
+    its number.
+    """
+    if spec.gathered:
+
+        @cuda.jit(device=True)
+        def first_of(items, num_items, query):
+            return items + U64(num_items) * U64(32) + U64(query) * U64(16)
+
+        @cuda.jit(device=True)
+        def token_of(first, n):
+            return U32(load_i32(first + U64(n) * U64(16)))
+
+        @cuda.jit(device=True)
+        def position_of(first, position, n):
+            return load_i32(first + U64(n) * U64(16) + U64(4))
+
+        @cuda.jit(device=True)
+        def part_of(first, part, part_step, n):
+            return U32(load_i32(first + U64(n) * U64(16) + U64(8)) + part)
+
+    else:
+
+        @cuda.jit(device=True)
+        def first_of(items, num_items, query):
+            return U64(query)
+
+        @cuda.jit(device=True)
+        def token_of(first, n):
+            return U32(U32(first) + n)
+
+        @cuda.jit(device=True)
+        def position_of(first, position, n):
+            return types.int32(position + types.int32(n))
+
+        @cuda.jit(device=True)
+        def part_of(first, part, part_step, n):
+            return U32(U32(part) + n * U32(part_step))
+
+    return first_of, token_of, position_of, part_of
 
 
 def sums_row(layout):
@@ -35,9 +82,10 @@ def state_bytes(layout, num_rows):
 def make_stage_queries(spec, layout, num_rows, row_heads, num_threads):
     """``stage_queries(target, q, ...)``: rows as float32 into shared memory.
 
-    Row r is the head ``head + (first_row + r) % row_heads`` of the token ``token + (first_row + r) // row_heads``; past
-    the head's end and from row `num_valid` on there are zeros.
+    Row r is the head ``head + (first_row + r) % row_heads`` of the item's token ``(first_row + r) // row_heads``; past the
+    head's end and from row `num_valid` on there are zeros.
     """
+    _, token_of, _, _ = make_query_tokens(spec)
     code, head_dim, width = spec.query_code, spec.head_dim, layout.query_row // 4
     itemsize = ITEMSIZE[code]
 
@@ -49,7 +97,7 @@ def make_stage_queries(spec, layout, num_rows, row_heads, num_threads):
             number = (ZERO,)
             if row < num_valid and at < U32(head_dim):
                 row = U32(first_row + row)
-                address = q + U64(U32(token + row // U32(row_heads))) * U64(token_bytes)
+                address = q + U64(token_of(token, U32(row // U32(row_heads)))) * U64(token_bytes)
                 address += U64(U32(head + row % U32(row_heads))) * U64(head_bytes) + U64(at * U32(itemsize))
                 number = load_global(code, 1, address)
             store_shared(FLOAT32, False, U32(target + index * U32(4)), number)
@@ -124,17 +172,19 @@ def make_merge_states(spec, num_rows, num_states, sums_bytes):
 def make_finish(spec, layout, num_rows, row_heads, num_states, num_threads):
     """``finish(states, ...)``: merge `num_states` states of `num_rows` rows, write out and lse, or partials of them.
 
-    Rows are numbered as in `make_stage_queries`. A partial goes to row ``part + part_step * (token's number)`` of the
-    partial buffers, unless part is -1. The block's threads must have met after the last `keep_state`.
+    Rows are numbered as in `make_stage_queries`. A partial goes to row ``part_of(...)`` of the partial buffers, unless
+    part is -1. The block's threads must have met after the last `keep_state`.
     """
     code, head_dim, itemsize = spec.query_code, spec.head_dim, ITEMSIZE[spec.query_code]
     sums_bytes = sums_row(layout)
     merge_states = make_merge_states(spec, num_rows, num_states, sums_bytes)
     factors_at = num_states * num_rows * (sums_bytes + 8)
 
+    _, token_of, _, part_of = make_query_tokens(spec)
+
     @cuda.jit(device=True)
-    def part_number(part, part_step, token, num_q_heads, head):
-        return U64(U32(part) + token * part_step) * U64(num_q_heads) + U64(head)
+    def part_number(token, part, part_step, row_token, num_q_heads, head):
+        return U64(part_of(token, part, part_step, row_token)) * U64(num_q_heads) + U64(head)
 
     @cuda.jit(device=True)
     def finish(states, token, head, first_row, num_valid, part, part_step, thread, out, out_token, out_head, lse,
@@ -145,10 +195,10 @@ def make_finish(spec, layout, num_rows, row_heads, num_states, num_threads):
             row_token, row_head = U32(row // U32(row_heads)), U32(head + row % U32(row_heads))
             row_lse = merge_states(states, thread, is_part, v_scale, sinks + U64(row_head) * U64(4))
             if is_part:
-                number = part_number(part, part_step, row_token, num_q_heads, row_head)
+                number = part_number(token, part, part_step, row_token, num_q_heads, row_head)
                 store_global(FLOAT32, False, part_lse + number * U64(4), (row_lse,))
             elif lse != U64(0):
-                number = U64(U32(token + row_token)) * U64(num_q_heads) + U64(row_head)
+                number = U64(token_of(token, row_token)) * U64(num_q_heads) + U64(row_head)
                 store_global(FLOAT32, False, lse + number * U64(4), (row_lse,))
         sync_block()
         index = thread
@@ -162,10 +212,10 @@ def make_finish(spec, layout, num_rows, row_heads, num_states, num_threads):
             row = U32(first_row + row)
             row_token, row_head = U32(row // U32(row_heads)), U32(head + row % U32(row_heads))
             if is_part:
-                address = part_out + part_number(part, part_step, row_token, num_q_heads, row_head) * U64(4 * head_dim)
-                store_global(FLOAT32, False, address + U64(at * U32(4)), (number,))
+                place = part_number(token, part, part_step, row_token, num_q_heads, row_head) * U64(4 * head_dim)
+                store_global(FLOAT32, False, part_out + place + U64(at * U32(4)), (number,))
             else:
-                address = out + U64(U32(token + row_token)) * U64(out_token) + U64(row_head) * U64(out_head)
+                address = out + U64(token_of(token, row_token)) * U64(out_token) + U64(row_head) * U64(out_head)
                 store_global(code, False, address + U64(at * U32(itemsize)), (number,))
             index = U32(index + U32(num_threads))
 

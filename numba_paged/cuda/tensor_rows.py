@@ -20,6 +20,7 @@ from .codecs import BFLOAT16, FLOAT16, FLOAT32, ITEMSIZE
 from .intrinsics import F32, I32, SHARED, block_x, blocks_x, call_llvm, f32, fma, literal, maximum, u32
 from .memory import load_global, load_i32, load_shared, store_shared, store_words
 from .registers import count_up, each, max_over_lanes
+from .rows import make_query_tokens
 from .tensor import TILE, make_collect, make_spread, operand_code, place_in_operand
 from .warp import LOG2E, NEG_INF, ZERO, anchor, tanh, visible_start, weight
 
@@ -83,13 +84,14 @@ def size(typingctx, x):
 def make_stage_rows(spec, num_rows, num_warps, pitch):
     """``stage_rows(target, factors, q, ...)``: query rows as 16-bit operands into shared memory, a warp a row.
 
-    Row r is the head ``head + (first_row + r) % group`` of the token ``token + (first_row + r) // group``; from row
+    Row r is the head ``head + (first_row + r) % group`` of the item's token ``(first_row + r) // group``; from row
     `num_valid` on there are zeros. Where bfloat16 queries meet float16 operands, each row is multiplied with a power of
     two that makes its largest number fill the range; what to multiply scores with lies at ``factors + 4 * row``.
     """
     code, operand, head_dim, group = spec.query_code, operand_code(spec.kv_code), spec.head_dim, spec.group
     kv_code, itemsize, scaled = spec.kv_code, ITEMSIZE[spec.query_code], needs_factors(spec)
     place = cuda.jit(device=True)(place_in_operand) if ITEMSIZE[kv_code] == 1 else None
+    _, token_of, _, _ = make_query_tokens(spec)
 
     @cuda.jit(device=True)
     def row_factor(factors, source, row, is_valid, lane):
@@ -108,7 +110,7 @@ def make_stage_rows(spec, num_rows, num_warps, pitch):
         row = warp
         while row < U32(num_rows):
             number = U32(first_row + row)
-            source = q + U64(U32(token + number // U32(group))) * U64(token_bytes)
+            source = q + U64(token_of(token, U32(number // U32(group)))) * U64(token_bytes)
             source = source + U64(U32(head + number % U32(group))) * U64(head_bytes)
             is_valid, factor = row < num_valid, ONE
             if scaled:
@@ -139,10 +141,11 @@ def make_row_facts(spec, owners):
     """
     group, has_window, has_bias, causal = spec.group, spec.has_window, spec.has_bias, spec.causal
     scaled, spread = needs_factors(spec), make_spread(owners)
+    _, _, token_position, _ = make_query_tokens(spec)
 
     @cuda.jit(device=True)
-    def position_of(row, position):
-        return SIGNED(position + SIGNED(row // U32(group)))
+    def position_of(row, token, position):
+        return token_position(token, position, U32(row // U32(group)))
 
     @cuda.jit(device=True)
     def low_of(position, start, window):
@@ -167,15 +170,15 @@ def make_row_facts(spec, owners):
         return inner
 
     @cuda.jit(device=True)
-    def row_facts(rows, first_row, position, start, stop, window, factors, inner, slopes, head):
-        positions = each(position_of, rows, position)
+    def row_facts(rows, first_row, token, position, start, stop, window, factors, inner, slopes, head):
+        positions = each(position_of, rows, token, position)
         slope = spread(each(slope_of, rows, slopes, head)) if has_bias else ZERO
         low, high = spread(each(low_of, positions, start, window)), spread(each(high_of, positions, stop))
         return spread(each(inner_of, rows, first_row, factors, inner)), slope, spread(positions), low, high
 
     @cuda.jit(device=True)
-    def limits(first_row, last_row, position, start, stop, window):
-        earliest, latest = position_of(first_row, position), position_of(last_row, position)
+    def limits(first_row, last_row, token, position, start, stop, window):
+        earliest, latest = position_of(first_row, token, position), position_of(last_row, token, position)
         return low_of(earliest, start, window), high_of(latest, stop), low_of(latest, start, window), high_of(earliest, stop)
 
     return row_facts, limits

@@ -43,7 +43,8 @@ class AttendSpec:
     """What attention kernels are compiled for; everything else is an argument.
 
     `query_code` and `kv_code` are formats (`codecs`), `copy_bytes` is the widest access (16, 8, 4, 2, 1) that rows,
-    strides and addresses of the pool allow; the flags say which options are on.
+    strides and addresses of the pool allow; the flags say which options are on. The query tokens of an item follow each
+    other in one sequence, or are `gathered` from several: then they are listed, see `rows.make_query_tokens`.
     """
 
     query_code: int
@@ -57,6 +58,7 @@ class AttendSpec:
     has_window: bool = False
     has_sinks: bool = False
     causal: bool = True
+    gathered: bool = False
 
 
 @cuda.jit(device=True)
