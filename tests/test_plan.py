@@ -22,7 +22,7 @@ def batch(rows, prefixes=()):
 
 
 def seen_keys(work, query_starts, lengths, tables, causal, window):
-    """{(token, partial row or -1): [(block, offset)]} of all items; sequences of a shared item have the item's blocks."""
+    """{(token, partial row or -1): [(block, offset)]} of all items; a shared item has the blocks of its first sequence."""
     seen = {}
 
     def see(token, position, length, part, item):
@@ -115,7 +115,9 @@ def test_more_tokens_than_a_tile_are_cut_evenly(any_saving):
     assert [len(seqs) for seqs, _ in shared([(50, 1)] * 9, {tuple(range(9)): 10})] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("options", [{"split_size": 16}, {"window": 49}, {"tiling": Tiling(4, 1)}, {"tiling": Tiling(1, 1, 1)}])
+@pytest.mark.parametrize("options", [
+    {"split_size": 16}, {"window": 49}, {"tiling": Tiling(4, 1)}, {"tiling": Tiling(1, 1, 1)},
+])  # fmt: skip
 def test_nothing_is_shared(options, any_saving):
     """With a fixed split, where a window hides the first key, where the backend does not ask for it, or saves nothing."""
     assert shared([(50, 1), (50, 1)], {(0, 1): 10}) and not shared([(50, 1), (50, 1)], {(0, 1): 10}, **options)
