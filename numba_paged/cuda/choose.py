@@ -7,6 +7,8 @@
 `decode_mma`, `prefill_mma`   tensor cores, if `RULES` hold: `decode_mma` where all rows (query heads of a kv head, times
                               query tokens) are columns of one or two products, `prefill_mma` for more rows
 ============================  ========================================================================================
+
+A prefix that several sequences share is attended by what serves the rows of all of them: each of these but `decode`.
 """
 
 import functools

@@ -100,9 +100,9 @@ def shuffle_from(typingctx, value, lane):
 
 
 @intrinsic
-def shuffle_xor(typingctx, value, lane):
-    """The float32 that the lane with the number of this one xor `lane` has."""
-    return f32(f32, u32), lambda context, builder, sig, args: exchange(builder, "bfly", *args)
+def number_from(typingctx, value, lane):
+    """The float32 that a lane of the warp has."""
+    return f32(f32, u32), lambda context, builder, sig, args: exchange(builder, "idx", *args)
 
 
 def _statement(text):

@@ -13,7 +13,7 @@ from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 
 from .codecs import ITEMSIZE, decode
-from .intrinsics import F32, I32, SHARED, assembly, call_llvm, exchange, f32, literal, shuffle_from, u32
+from .intrinsics import F32, I32, SHARED, assembly, call_llvm, f32, literal, number_from, shuffle_from, u32
 from .memory import load_words
 from .registers import each
 from .tensor import TILE, operand_code
@@ -45,12 +45,6 @@ def any_thread(typingctx, condition):
         return builder.icmp_unsigned("!=", word, I32(0))
 
     return types.boolean(types.boolean), codegen
-
-
-@intrinsic
-def number_from(typingctx, value, lane):
-    """The float32 that a lane of the warp has."""
-    return f32(f32, u32), lambda context, builder, sig, args: exchange(builder, "idx", *args)
 
 
 @intrinsic
@@ -123,11 +117,10 @@ def make_add_visible_columns(code, head_dim, pitch):
 
     `tile` is where its first row begins, `weights` is of `fold`.
     """
-    value_bytes = 2
 
     @cuda.jit(device=True)
     def add_visible(sums, tile, weights, lane):
-        values = U32(tile + lane // U32(4) * U32(value_bytes))
+        values = U32(tile + lane // U32(4) * U32(2))
         token = U32(0)
         while token < U32(TILE):
             now = each(number_from, weights, U32(token % U32(8) * U32(4) + lane % U32(4)))
@@ -146,11 +139,11 @@ def make_add_visible_rows(code, head_dim, pitch, tokens):
 
     `tile` is where its first row begins, `weights` is of `pack_rows`.
     """
-    operand, value_bytes = operand_code(code), 4
+    operand = operand_code(code)
 
     @cuda.jit(device=True)
     def add_visible(sums, tile, weights, lane):
-        values = U32(tile + lane % U32(4) * U32(value_bytes))
+        values = U32(tile + lane % U32(4) * U32(4))
         pair = U32(0)
         while pair < U32(tokens // 2):
             source = U32(lane - lane % U32(4) + pair % U32(4))

@@ -17,7 +17,7 @@ from numba.cuda import types
 
 from .. import score, softmax
 from .codecs import FLOAT32
-from .intrinsics import exp2, fma, log2, maximum, reciprocal, shuffle_from, shuffle_xor
+from .intrinsics import exp2, fma, log2, maximum, reciprocal, shuffle_from
 from .memory import load_global, load_u32, start_copy, zero_shared
 from .registers import add_dots, add_weighted, count_up, each, fill, max_over_lanes, sum_over_lanes
 
@@ -91,31 +91,6 @@ anchor = cuda.jit(device=True)(softmax.anchor)
 visible_start = cuda.jit(device=True)(score.visible_start)
 visible_stop = cuda.jit(device=True)(score.visible_stop)
 add_sink = cuda.jit(device=True)(softmax.make_add_sink(exp, log))
-
-
-@cuda.jit(device=True)
-def add(x, y):
-    return x + y
-
-
-def make_butterfly(combine, first, last):
-    """``f(x)`` combines x over the lanes whose numbers differ in the bits `first`, 2 `first`, ... below `last`."""
-
-    @cuda.jit(device=True)
-    def butterfly(x):
-        if first <= 1 < last:
-            x = combine(x, shuffle_xor(x, U32(1)))
-        if first <= 2 < last:
-            x = combine(x, shuffle_xor(x, U32(2)))
-        if first <= 4 < last:
-            x = combine(x, shuffle_xor(x, U32(4)))
-        if first <= 8 < last:
-            x = combine(x, shuffle_xor(x, U32(8)))
-        if first <= 16 < last:
-            x = combine(x, shuffle_xor(x, U32(16)))
-        return x
-
-    return butterfly
 
 
 @cuda.jit(device=True)
