@@ -136,9 +136,13 @@ def loaded_bytes(code):
 
 
 def main_loop(code, labels):
-    """The loop that asks for the most bytes of global memory; of equals, the shortest. Empty if none asks for any."""
+    """The loop that asks for the most bytes of global memory, or an inner one that asks for a third of them.
+
+    So it is for a loop that stands, with the first copies ahead of it, in a loop of its own. Empty if none asks for any.
+    """
     asking = [loop for loop in loops(code, labels) if loaded_bytes(loop)]
-    return max(asking, key=lambda loop: (loaded_bytes(loop), -len(loop)), default=[])
+    most = max(map(loaded_bytes, asking), default=0)
+    return min((loop for loop in asking if 3 * loaded_bytes(loop) >= most), key=len, default=[])
 
 
 def mix(code):

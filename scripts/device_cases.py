@@ -102,7 +102,7 @@ class Ready:
         lengths = np.full(case.batch, case.context, np.int32)
         tiling = self.backend.tiling(case.group, case.num_queries)
         return Plan(query_starts, lengths, self.tables,
-                    lambda starts, lengths: cut_work(starts, lengths, BLOCK_SIZE, NUM_KV_HEADS, tiling))
+                    lambda *arrays: cut_work(*arrays, BLOCK_SIZE, NUM_KV_HEADS, tiling))
 
     @property
     def on_tensor_cores(self):
