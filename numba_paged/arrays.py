@@ -57,6 +57,11 @@ def common_place(**arrays):
     TypeError
         If one is no array, or host and device arrays are mixed.
     """
+    for array in arrays.values():
+        if type(array) is not np.ndarray:
+            break
+    else:
+        return "cpu"
     places = {name: place_of(array, name) for name, array in arrays.items() if array is not None}
     if len(set(places.values())) > 1:
         listed = ", ".join(f"{name} on {place}" for name, place in places.items())

@@ -4,7 +4,7 @@ They check the arguments, pick the backend by where the arrays live, and hand it
 paper's PagedAttention (arXiv:2309.06180, section 4.1) with an online softmax.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from .backend import load_backend
 from .formats import QUERY_FORMATS, format_of
 from .plan import Plan, cut_work
 from .spec import AttentionOptions, scale_of
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 def decode(q, keys, values, block_tables, lengths, *, scale=None, soft_cap=None, window=None, alibi_slopes=None,
@@ -77,8 +79,7 @@ def decode(q, keys, values, block_tables, lengths, *, scale=None, soft_cap=None,
     >>> npg.decode(q, keys, values, tables, np.array([3], np.int32))  # the mean of slots 4, 5 and 0
     array([[[6., 7.]]], dtype=float32)
     """
-    options = dict(scale=scale, soft_cap=soft_cap, window=window, alibi_slopes=alibi_slopes, sinks=sinks,
-                   k_scale=k_scale, v_scale=v_scale, split_size=split_size)
+    options = scale, soft_cap, window, alibi_slopes, sinks, k_scale, v_scale, True, split_size
     return _attend(q, keys, values, block_tables, lengths, None, options, out, return_lse, validate)
 
 
@@ -131,8 +132,7 @@ def prefill(q, keys, values, block_tables, lengths, query_starts, *, causal=True
     >>> npg.prefill(q, keys, values, tables, lengths, np.array([0, 3], np.int32)).ravel()
     array([4. , 4.5, 5. ], dtype=float32)
     """
-    options = dict(scale=scale, soft_cap=soft_cap, window=window, alibi_slopes=alibi_slopes, sinks=sinks,
-                   k_scale=k_scale, v_scale=v_scale, split_size=split_size, causal=bool(causal))
+    options = scale, soft_cap, window, alibi_slopes, sinks, k_scale, v_scale, bool(causal), split_size
     return _attend(q, keys, values, block_tables, lengths, query_starts, options, out, return_lse, validate)
 
 
@@ -254,7 +254,7 @@ def merge(outs, lses):
         raise ValueError("outs must have at least 1 part, got 0")
     check_last_axis(outs, "outs")
     with backend.on(outs=outs, lses=lses):
-        out, lse = backend.empty(outs.shape[1:], outs.dtype), backend.empty(outs.shape[1:3], np.dtype(np.float32))
+        out, lse = backend.empty(outs.shape[1:], outs.dtype), backend.empty(outs.shape[1:3], _FLOAT32)
         backend.merge(outs, lses, out, lse)
     return out, lse
 
@@ -267,6 +267,10 @@ def _views(**arrays):
 
 def _attend(q, keys, values, block_tables, lengths, query_starts, options, out, return_lse, validate):
     """Decode (without query_starts) and prefill, on the device of the arrays."""
+    if type(q) is type(keys) is type(values) is np.ndarray and (out is None or type(out) is np.ndarray):
+        out, lse = _attend_here(load_backend("cpu"), q, keys, values, block_tables, lengths, query_starts, options, out,
+                                return_lse, validate)
+        return (out, lse) if return_lse else out
     backend, (q_view, keys, values) = _views(q=q, keys=keys, values=values)
     out_view = None if out is None else _out_view(backend, out, q)
     with backend.on(q=q_view, keys=keys, values=values, out=out_view):
@@ -284,36 +288,54 @@ def _out_view(backend, out, q):
 
 def _attend_here(backend, q, keys, values, block_tables, lengths, query_starts, options, out, return_lse, validate):
     """Check the arguments, plan, and let the backend work."""
-    checks.check_pool(keys, values)
-    checks.check_query(q, *keys.shape[2:])
+    checks.check_layer(q, keys, values)
     num_tokens, num_q_heads, head_dim = q.shape
-    options["alibi_slopes"] = checks.alibi_slopes(backend, options["alibi_slopes"], num_q_heads)
-    options["sinks"] = checks.sinks(backend, options["sinks"], num_q_heads)
-    options["scale"] = scale_of(options["scale"], head_dim)
-    options = AttentionOptions(**options)
+    block_size, num_kv_heads = keys.shape[1:3]
+    options = _options_of(backend, options, num_q_heads, head_dim)
     block_tables = checks.integers(backend, block_tables, "block_tables", 2)
     lengths = checks.integers(backend, lengths, "lengths", 1)
     check_shape(lengths, "lengths", block_tables.shape[:1])
-    query_starts = _query_starts(backend, query_starts, lengths.size, num_tokens)
+    most_queries = 1
+    if query_starts is None:
+        if num_tokens != lengths.size:
+            raise ValueError(f"q must have one token per sequence, got {num_tokens} tokens and {lengths.size} lengths")
+        query_starts = np.arange(num_tokens + 1, dtype=np.int32)
+    else:
+        query_starts = _query_starts(backend, query_starts, lengths.size, num_tokens)
+        most_queries = int(np.diff(query_starts).max(initial=0))
     if validate:
         checks.check_tables(block_tables, query_starts, lengths, *keys.shape[:2], options.window)
     if out is None:
         out = backend.empty(q.shape, q.dtype)
     else:
         checks.check_out(out, q)
-    lse = backend.empty((num_tokens, num_q_heads), np.dtype(np.float32)) if return_lse else None
-    tiling = backend.tiling(num_q_heads // keys.shape[2], int(np.diff(query_starts).max(initial=0)))
-    cut = partial(cut_work, block_size=keys.shape[1], num_kv_heads=keys.shape[2], tiling=tiling, causal=options.causal,
-                  window=options.window, split_size=options.split_size)
+    lse = backend.empty((num_tokens, num_q_heads), _FLOAT32) if return_lse else None
+    cut = partial(cut_work, block_size=block_size, num_kv_heads=num_kv_heads, causal=options.causal,
+                  tiling=backend.tiling(num_q_heads // num_kv_heads, most_queries), window=options.window,
+                  split_size=options.split_size)
     backend.attend(q, keys, values, Plan(query_starts, lengths, block_tables, cut), options, out, lse)
     return out, lse
 
 
+def _options_of(backend, options, num_q_heads, head_dim):
+    """The `AttentionOptions` of a call, its arrays where the backend computes."""
+    scale, soft_cap, window, slopes, sinks, *rest = options
+    if slopes is None and sinks is None:
+        try:
+            return _plain_options(head_dim, *options)
+        except TypeError:  # what cannot be hashed is no number: below they say so themselves
+            pass
+    slopes, sinks = checks.alibi_slopes(backend, slopes, num_q_heads), checks.sinks(backend, sinks, num_q_heads)
+    return AttentionOptions(scale_of(scale, head_dim), soft_cap, window, slopes, sinks, *rest)
+
+
+@lru_cache(typed=True)
+def _plain_options(head_dim, scale, *rest):
+    """Options without arrays: most calls are like the last one."""
+    return AttentionOptions(scale_of(scale, head_dim), *rest)
+
+
 def _query_starts(backend, query_starts, num_seqs, num_tokens):
-    if query_starts is None:
-        if num_tokens != num_seqs:
-            raise ValueError(f"q must have one token per sequence, got {num_tokens} tokens and {num_seqs} lengths")
-        return np.arange(num_seqs + 1, dtype=np.int32)
     query_starts = checks.integers(backend, query_starts, "query_starts", 1)
     check_shape(query_starts, "query_starts", (num_seqs + 1,))
     checks.check_query_starts(query_starts, num_tokens)

@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from .arrays import check_last_axis, check_ndim, check_shape, host_floats, host_integers
+from .compiled import bare
 from .formats import QUERY_FORMATS, format_of
 from .scalars import LARGEST_FLOAT32
 from .score import visible_start
@@ -15,9 +16,14 @@ from .spec import NO_WINDOW, check_heads
 
 _visible_start = njit(visible_start)
 
+_INT32 = np.dtype(np.int32)
+_MOST_GEOMETRIES = 1024
 
-def integers(backend, values, name, ndim, dtypes=(np.int32,)):
+
+def integers(backend, values, name, ndim, dtypes=(_INT32,)):
     """Tables, lengths and slots as NumPy on the host, wherever they were."""
+    if type(values) is np.ndarray and values.dtype is dtypes[0] and values.ndim == ndim:
+        return values
     if not isinstance(values, (np.ndarray, list, tuple, range)):
         values = backend.to_host(values, name)
     return host_integers(values, name, ndim, dtypes)
@@ -53,6 +59,21 @@ def check_pool(keys, values, ndim=4, writeable=False):
             _check_writeable(pool, name)
     if min(keys.shape[-3:]) < 1:
         raise ValueError(f"keys must have slots, heads and a head_dim of at least 1, got shape {tuple(keys.shape)}")
+
+
+_served = set()
+"""Geometries that have passed `check_layer`: what a decoder asks for is like the last time, and looked up faster."""
+
+
+def check_layer(q, keys, values):
+    """Queries and one layer of the pool, as `check_pool` and `check_query` see them."""
+    geometry = q.shape, q.strides, q.dtype, keys.shape, keys.strides, keys.dtype, values.shape, values.strides, values.dtype
+    if geometry not in _served:
+        check_pool(keys, values)
+        check_query(q, *keys.shape[2:])
+        if len(_served) >= _MOST_GEOMETRIES:
+            _served.clear()
+        _served.add(geometry)
 
 
 def check_new(k, v, heads):
@@ -109,21 +130,24 @@ def check_query_starts(query_starts, num_tokens):
 
 def check_tables(block_tables, query_starts, lengths, num_blocks, block_size, window=None):
     """Lengths that the tables hold, and a block id in every entry that will be read."""
-    capacity = block_tables.shape[1] * block_size
-    if lengths.size and not (0 <= lengths.min() and lengths.max() <= capacity):
-        row = int(np.flatnonzero((lengths < 0) | (lengths > capacity))[0])
-        raise ValueError(f"lengths[{row}] is {lengths[row]}, out of range for a table of {block_tables.shape[1]} blocks "
-                         f"of {block_size} slots (capacity {capacity} tokens)")
-    window = NO_WINDOW if window is None else window
-    row, column = _bad_block(block_tables, query_starts, lengths, num_blocks, block_size, window)
-    if row >= 0:
+    row, column = _first_fault(block_tables, query_starts, lengths, num_blocks, block_size,
+                               NO_WINDOW if window is None else window)
+    if column >= 0:
         raise ValueError(f"block_tables[{row}, {column}] is {block_tables[row, column]}, out of range for a pool of "
                          f"{num_blocks} blocks (sequence {row} has {lengths[row]} tokens)")
+    if row >= 0:
+        capacity = block_tables.shape[1] * block_size
+        raise ValueError(f"lengths[{row}] is {lengths[row]}, out of range for a table of {block_tables.shape[1]} blocks "
+                         f"of {block_size} slots (capacity {capacity} tokens)")
 
 
-@njit(cache=True)
-def _bad_block(block_tables, query_starts, lengths, num_blocks, block_size, window):
-    """The first table entry that will be read and names no block: (row, column), or (-1, -1)."""
+@bare
+def _first_fault(block_tables, query_starts, lengths, num_blocks, block_size, window):
+    """The first length that the tables do not hold, as (row, -1), or else the first entry that will be read and names
+    no block, as (row, column), or (-1, -1)."""
+    for seq in range(lengths.size):
+        if not 0 <= lengths[seq] <= block_tables.shape[1] * block_size:
+            return seq, -1
     for seq in range(lengths.size):
         first_query = lengths[seq] - (query_starts[seq + 1] - query_starts[seq])
         start = _visible_start(first_query, window) // block_size

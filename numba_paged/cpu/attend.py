@@ -163,8 +163,8 @@ def load_attend(kind, has_cap, has_bias):
     """The kernel for a kind of pool and the features in use."""
     sources = SOURCES
 
-    @cfunc(types.void(types.int64, types.int64, *ARGUMENTS), cache=True, error_model="numpy")
-    def attend(thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
+    @cfunc(types.void(*ARGUMENTS), cache=True, error_model="numpy")
+    def attend(q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
                slopes, sinks, parts, part_lses, window, causal, counter):
         sources  # see machine.SOURCES
         num_heads, group, head_dim, num_queries, _ = geometry

@@ -1,5 +1,6 @@
 """The CPU backend: what a plan says, handed to the kernels as addresses and strides."""
 
+import functools
 from contextlib import nullcontext
 
 import numba
@@ -11,13 +12,17 @@ from ..plan import Tiling
 from . import launch, threads
 from .append import FLOATS, load_append
 
-threads.load_tbb()  # before Numba's first parallel region
+threads.load_tbb()  # before Numba starts its threads
+numba.get_num_threads()
 
 _TILE_ROWS = 128
 """Query rows (tokens x heads of a group) that share one reading of the keys and values."""
 
 _PAIRS_PER_THREAD = 64
 """(item, kv head) pairs that a thread should find: an item is worked on for all kv heads, of which there are about 8."""
+
+
+_NOTHING_TO_DO = nullcontext()
 
 
 class CpuBackend:
@@ -37,7 +42,7 @@ class CpuBackend:
         -------
         context manager
         """
-        return nullcontext()
+        return _NOTHING_TO_DO
 
     def view(self, array, name):
         """A NumPy array over the caller's memory.
@@ -118,7 +123,7 @@ class CpuBackend:
         Tiling
         """
         pairs = _PAIRS_PER_THREAD if max_queries * group < launch.PANEL_ROWS else launch.PANEL_PAIRS_PER_THREAD
-        return Tiling(max(1, _TILE_ROWS // group), pairs * numba.get_num_threads())
+        return _tiling(group, pairs * threads.num_threads())
 
     def append(self, k, v, keys, values, slots, k_scale, v_scale, plan=None):
         """Write new keys and values to their slots.
@@ -221,3 +226,8 @@ class CpuBackend:
             Filled.
         """
         launch.merge(outs, lses, out, lse)
+
+
+@functools.lru_cache
+def _tiling(group, num_workers):
+    return Tiling(max(1, _TILE_ROWS // group), num_workers)

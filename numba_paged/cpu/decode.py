@@ -216,8 +216,8 @@ def load_decode(width, kind, is_dot, has_cap, has_bias):
     """The kernel for a vector width, a format of the pool, the bfloat16 dot and the features in use."""
     sources = SOURCES
 
-    @cfunc(types.void(types.int64, types.int64, *ARGUMENTS), cache=True, error_model="numpy")
-    def decode(thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
+    @cfunc(types.void(*ARGUMENTS), cache=True, error_model="numpy")
+    def decode(q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
                slopes, sinks, parts, part_lses, window, causal, counter):
         sources  # see machine.SOURCES
         _, group, head_dim, max_queries, unit_heads = geometry

@@ -1,6 +1,7 @@
 """One attention call: which kernel serves which item, and the arrays as the addresses and strides that kernels take."""
 
-import numba
+import functools
+
 import numpy as np
 from numba import njit, types
 
@@ -22,11 +23,10 @@ PANEL_ROWS = 32
 PANEL_PAIRS_PER_THREAD = 16
 """(item, kv head) pairs that a thread should find there: each of them is work for a long time."""
 
-_UNITS_PER_THREAD = 4
-"""Units of work a thread should find, so that an unlucky one is made up for."""
-
+_BYTE = np.dtype(np.uint8)
 _NOTHING = np.empty(0, np.float32)
 _NO_LSE = np.empty((0, 0), np.float32)
+_NO_PARTS = np.empty((0, 0, 0), np.float32), _NO_LSE
 
 _TABLES = {KINDS[name]: TABLES.get(name, NO_TABLE) for name in FORMATS}
 _KINDS = {f.dtype: KINDS[f.name] for f in FORMATS.values()}
@@ -61,6 +61,11 @@ def _most_queries(items):
     return most
 
 
+@functools.lru_cache
+def _factors(scale, k_scale, v_scale, soft_cap):
+    return *score_factors(scale, k_scale, soft_cap), np.float32(v_scale)
+
+
 def attend(q, keys, values, plan, options, out, lse):
     """Attend as a plan says; see `backend.Backend`.
 
@@ -81,19 +86,18 @@ def attend(q, keys, values, plan, options, out, lse):
     kind, q_kind = _KINDS[keys.dtype], _KINDS[q.dtype]
     is_dot = HAS_BFLOAT16_DOT and q_kind == kind == BFLOAT16
     features = options.soft_cap is not None, options.alibi_slopes is not None
-    parts = np.empty((work.num_parts, num_q_heads, head_dim), np.float32)
-    part_lses = np.empty((work.num_parts, num_q_heads), np.float32)
+    parts, part_lses = _NO_PARTS if work.num_parts == 0 else (
+        np.empty((work.num_parts, num_q_heads, head_dim), np.float32), np.empty((work.num_parts, num_q_heads), np.float32))
+    slopes = _NOTHING if options.alibi_slopes is None else options.alibi_slopes
     sinks = _NOTHING if options.sinks is None else options.sinks
-    num_threads = numba.get_num_threads()
+    factors = _factors(options.scale, options.k_scale, options.v_scale, options.soft_cap)
 
     def run(kernel, items, most_queries):
         load_run()(
-            kernel.address, num_threads, q.view(np.uint8), q_kind, keys.view(np.uint8), values.view(np.uint8),
-            out.view(np.uint8), _NO_LSE if lse is None else lse,
-            (head_dim, most_queries, _UNITS_PER_THREAD * num_threads), plan.block_tables, plan.lengths, items,
-            (*score_factors(options.scale, options.k_scale, options.soft_cap), options.v_scale), _TABLES[kind],
-            _NOTHING if options.alibi_slopes is None else options.alibi_slopes, sinks, parts, part_lses,
-            NO_WINDOW if options.window is None else options.window, options.causal)
+            kernel.address, q.view(_BYTE), q_kind, keys.view(_BYTE), values.view(_BYTE), out.view(_BYTE),
+            _NO_LSE if lse is None else lse, (head_dim, most_queries), plan.block_tables, plan.lengths, items, factors,
+            _TABLES[kind], slopes, sinks, parts, part_lses, NO_WINDOW if options.window is None else options.window,
+            options.causal)
 
     most_queries = _most_queries(work.items)
     if LANES == 0 or (LANES < 16 and head_dim % 8):  # no vector code, or it would need masks
@@ -105,7 +109,7 @@ def attend(q, keys, values, plan, options, out, lse):
         run(load_prefill(LANES, kind, int(is_dot and head_dim % 2 == 0), *features), work.items[many], most_queries)
         if not many.all():
             run(load_decode(LANES, kind, int(is_dot), *features), work.items[~many], -(-PANEL_ROWS // group))
-    if len(work.merges):
+    if work.num_parts:
         places = (address_of(parts), FLOAT32, parts.strides[0], parts.strides[0], parts.strides[1],
                   address_of(part_lses), part_lses.strides[0], part_lses.strides[0], part_lses.strides[1])
         load_merge()(places, _outputs_of(out, lse), work.merges, num_q_heads, head_dim, sinks)

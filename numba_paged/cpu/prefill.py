@@ -182,8 +182,8 @@ def load_prefill(width, kind, is_dot, has_cap, has_bias):
     column = width * panel_vectors(width)
     pair = 2 if is_dot else 1
 
-    @cfunc(types.void(types.int64, types.int64, *ARGUMENTS), cache=True, error_model="numpy")
-    def prefill(thread, num_threads, q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
+    @cfunc(types.void(*ARGUMENTS), cache=True, error_model="numpy")
+    def prefill(q, keys, values, outputs, tables, lengths, items, geometry, factors, numbers,
                 slopes, sinks, parts, part_lses, window, causal, counter):
         sources  # see machine.SOURCES
         num_heads, group, head_dim, max_queries, _ = geometry

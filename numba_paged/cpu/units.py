@@ -14,7 +14,7 @@ from .conversion import FLOAT32
 from .machine import SOURCES
 from .memory import store
 from .rows import write_row
-from .threads import call_worker
+from .threads import make_call, new_counter, num_threads
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -51,7 +51,7 @@ ARGUMENTS = (
     types.Array(types.float32, 2, "C"),  # part_lses [num_parts, num_q_heads]
     types.int64,  # window
     types.boolean,  # causal
-    types.Array(types.int64, 1, "C"),  # counter [1]: how many units threads have taken, 0
+    types.int64,  # address of the counter of the units that threads have taken
 )
 
 
@@ -59,9 +59,15 @@ def _bytes(ndim):
     return types.Array(types.uint8, ndim, "A", readonly=True)
 
 
+_keep, _call = make_call(ARGUMENTS)
+
+_UNITS_PER_THREAD = 4
+"""Units of work a thread should find, so that an unlucky one is made up for."""
+
+
 @functools.cache
 def load_run():
-    """The function that runs a kernel, given by its address, on a number of threads.
+    """The function that runs a kernel, given by its address, on all threads.
 
     It takes arrays, as bytes, apart into the addresses and strides of ARGUMENTS, and hands those to the threads.
     """
@@ -70,21 +76,20 @@ def load_run():
     @njit(
         types.void(
             types.int64,  # address of the kernel
-            types.int64,  # threads
             _bytes(3), types.int64,  # q [num_tokens, num_q_heads, bytes], its kind
             _bytes(4), _bytes(4),  # keys, values [num_blocks, block_size, num_kv_heads, bytes]
             _bytes(3), types.Array(types.float32, 2, "A"),  # out as q, lse [num_tokens, num_q_heads] or empty
-            types.UniTuple(types.int64, 3),  # head_dim, the most query tokens of an item, units wished for
+            types.UniTuple(types.int64, 2),  # head_dim, the most query tokens of an item
             *ARGUMENTS[4:7], *ARGUMENTS[8:-1],
         ),
         parallel=True, cache=True, nogil=True,
     )
-    def run(worker, num_threads, q, q_kind, keys, values, out, lse, sizes, tables, lengths, items, factors, numbers,
-            slopes, sinks, parts, part_lses, window, causal):
+    def run(worker, q, q_kind, keys, values, out, lse, sizes, tables, lengths, items, factors, numbers, slopes, sinks,
+            parts, part_lses, window, causal):
         sources  # see machine.SOURCES
-        head_dim, most_queries, num_units = sizes
-        num_heads = keys.shape[2]
-        ranges = min(num_heads, max(1, num_units // max(1, items.shape[0])))
+        head_dim, most_queries = sizes
+        num_heads, threads = keys.shape[2], num_threads()
+        ranges = min(num_heads, max(1, _UNITS_PER_THREAD * threads // max(1, items.shape[0])))
         geometry = num_heads, q.shape[1] // num_heads, head_dim, most_queries, (num_heads + ranges - 1) // ranges
         queries = np.int64(q.ctypes.data), q_kind, q.strides[0], q.strides[1]
         key_pool = np.int64(keys.ctypes.data), keys.strides[0], keys.strides[1], keys.strides[2], keys.shape[1]
@@ -92,10 +97,10 @@ def load_run():
         lse_address = np.int64(lse.ctypes.data) if lse.size else 0
         outputs = (np.int64(out.ctypes.data), q_kind, out.strides[0], out.strides[1], lse_address, lse.strides[0],
                    lse.strides[1])
-        counter = np.zeros(1, np.int64)
-        for thread in prange(num_threads):
-            call_worker(worker, (thread, num_threads, queries, key_pool, value_pool, outputs, tables, lengths, items,
-                                 geometry, factors, numbers, slopes, sinks, parts, part_lses, window, causal, counter))
+        kept = _keep((queries, key_pool, value_pool, outputs, tables, lengths, items, geometry, factors, numbers, slopes,
+                      sinks, parts, part_lses, window, causal, new_counter()))
+        for _ in prange(threads):
+            _call(worker, kept)
 
     return run
 
