@@ -8,12 +8,20 @@ before each sample. The limit is a streaming read of as many bytes by the same t
 """
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 import common
 import numba_paged as npg
 import peers
+
+ROOT = Path(__file__).resolve().parents[1]
 
 HEADER = f"{'case':44s} {'ms':>8s} {'GB/s':>6s} {'of stream':>9s} {'of shuffled':>11s}  others' time / ours"
 
@@ -59,22 +67,73 @@ def formats(rounds, batches, blocks):
             for batch, context in batches:
                 case = common.make_case([context] * batch, dtype=dtype, block=block)
                 report(f"{dtype}, block {block}, {batch} x {context}", case, measure(case, rounds))
-    for group, dtype in ((8, "bfloat16"), (1, "bfloat16"), (1, "float8_e4m3fn"), (1, "float8_e5m2"), (1, "int8")):
-        case = common.make_case([4096] * 8, dtype=dtype, group=group)
-        report(f"{dtype}, group {group}, block 16, 8 x 4096", case, measure(case, rounds))
+    case = common.make_case([4096] * 8, dtype="bfloat16", group=8)
+    report("bfloat16, group 8, block 16, 8 x 4096", case, measure(case, rounds))
+
+
+def side_by_side(rounds, title, cases):
+    """Cases of our own in turns, and their time over the first one's."""
+    functions = {}
+    for name, case in cases.items():
+        out = np.empty_like(case.q)
+        common.check(case, npg.decode(*case[:5]))
+        functions[name] = partial(npg.decode, *case[:5], out=out)
+    times = common.paired(functions, rounds, common.make_flush())
+    first = next(iter(cases))
+    print(f"{title}, time over that of {first}:  "
+          + "  ".join(f"{name} {common.ratio(times[name], times[first]):.2f}" for name in cases), flush=True)
+
+
+def eight_bits(rounds):
+    """The 8-bit formats beside bfloat16, for one query head per kv head."""
+    side_by_side(rounds, "group 1, block 16, 8 x 4096", {
+        dtype: common.make_case([4096] * 8, dtype=dtype, group=1)
+        for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")})
+
+
+def layouts(rounds):
+    """The physical order of a block: head after head (HND), or token after token (NHD)."""
+    for dtype in ("float32", "bfloat16"):
+        case = common.make_case([4096] * 8, dtype=dtype)
+        by_token = case._replace(keys=np.ascontiguousarray(case.keys), values=np.ascontiguousarray(case.values))
+        side_by_side(rounds, f"{dtype}, block 16, 8 x 4096", {"HND": case, "NHD": by_token})
 
 
 def contexts(rounds):
-    """Time per token as the context grows, and a ragged batch beside an even one; GB/s by context."""
-    speeds = {}
+    """Time per token as the context grows, and a ragged batch beside an even one."""
     for context in (1024, 4096, 16384, 65536):
         case = common.make_case([context], dtype="bfloat16")
-        speeds[context] = report(f"bfloat16, 1 x {context}", case, measure(case, rounds, with_peers=False))
+        times = measure(case, rounds, with_peers=False)
+        report(f"bfloat16, 1 x {context}", case, times)
+        print(f"{'':44s} {np.median(times['ours']) / context * 1e9:8.1f} ns a token")
     ragged = np.geomspace(16, 8192, 16).astype(int)
     for label, lengths in (("ragged 16..8192", ragged), ("even", [int(ragged.mean())] * 16)):
         case = common.make_case(lengths, dtype="bfloat16")
         report(f"bfloat16, 16 sequences, {label}", case, measure(case, rounds, with_peers=False))
-    return speeds
+
+
+FIRST_CALL = """
+import time, numpy as np, numba, numba_paged as npg
+keys, q = np.zeros((8, 8, 16, 128), np.float16).swapaxes(1, 2), np.ones((1, 32, 128), np.float16)
+arguments = q, keys, keys, np.arange(8, dtype=np.int32)[None], np.array([128], np.int32)
+start = time.perf_counter()
+npg.decode(*arguments)
+print(time.perf_counter() - start)
+"""
+
+
+def overheads(rounds):
+    """One short sequence, checks and plan included; the first call of a process, with an empty and a warm cache."""
+    for dtype in ("float32", "bfloat16"):
+        case = common.make_case([128], dtype=dtype)
+        calls = 200
+        times = common.paired({"many": lambda case=case: [npg.decode(*case[:5]) for _ in range(calls)]}, rounds)["many"]
+        print(f"{dtype}, 1 x 128, all in: {np.median(times) / calls * 1e6:.1f} us")
+    with tempfile.TemporaryDirectory() as cache:
+        seconds = [float(subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, capture_output=True, text=True,
+                                        env={**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}).stdout)
+                   for _ in range(4)]
+    print(f"first call of a process: {seconds[0]:.2f} s with an empty cache, {np.median(seconds[1:]):.2f} s with a warm one")
 
 
 def plot(path, rounds):
@@ -117,7 +176,11 @@ def main():
         against_numpy(3 if arguments.quick else arguments.rounds)
     if not (arguments.quick or arguments.plot):
         formats(arguments.rounds, [(8, 1024), (8, 4096), (32, 1024), (32, 4096)], (16, 32, 64))
+        eight_bits(arguments.rounds)
+        layouts(arguments.rounds)
         contexts(arguments.rounds)
+    if not arguments.plot:
+        overheads(arguments.rounds)
     print(common.summary())
 
 

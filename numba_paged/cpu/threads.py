@@ -48,7 +48,7 @@ def make_call(arguments):
 
     Numba optimises the body of a parallel function once for each of the layers that it wraps around it; and it takes
     arrays apart for each thread. So the region knows neither the worker nor the arguments, only where they are: a third
-    of the compile time, and half of the time to enter it.
+    of the compile time.
 
     Parameters
     ----------
