@@ -228,8 +228,8 @@ class Lanes:
                 lambda: builder.bitcast(builder.and_(bits, self.constant(-65536, self.ints)), self.floats)]
 
     def _look_up_e4m3(self, codes):
-        """Pairs of bfloat16, of the even numbers, then of the odd ones: both bytes looked up by the lower 7 bits."""
-        builder, wide = self.builder, ir.VectorType(I16, 2 * self.width)
+        """Pairs of bfloat16, of the first 8 of each 16 numbers, then of the others: bytes looked up by the lower 7 bits."""
+        builder = self.builder
         function = self._function("llvm.x86.avx512.vpermi2var.qi.512", codes.type, [codes.type] * 3)
         values = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32).view(np.uint32) >> 16
         lower, upper = (
@@ -237,10 +237,9 @@ class Lanes:
                                     ir.Constant(codes.type, part[64:].tolist())])
             for part in (values & 255, values >> 8))
         upper = builder.or_(upper, builder.and_(codes, self.constant(0x80, codes.type)))
-        lower, upper = (builder.bitcast(x, wide) for x in (lower, upper))
-        eight, low, high = (self.constant(number, wide) for number in (8, 0x00FF, 0xFF00))
-        return [lambda: builder.bitcast(builder.or_(builder.shl(upper, eight), builder.and_(lower, low)), self.ints),
-                lambda: builder.bitcast(builder.or_(builder.and_(upper, high), builder.lshr(lower, eight)), self.ints)]
+        turns = [[16 * group + 8 * half + lane + byte * codes.type.count
+                  for group in range(codes.type.count // 16) for lane in range(8) for byte in (0, 1)] for half in (0, 1)]
+        return [lambda lanes=lanes: builder.bitcast(self.shuffle(lower, upper, lanes), self.ints) for lanes in turns]
 
     def concatenate(self, vectors):
         """One vector of the lanes of one, two or four."""
@@ -309,8 +308,9 @@ def span_size(kind, width):
 def span_order(kind, width):
     """Where the numbers of a span come from: the place in memory of each lane, vector after vector."""
     size = span_size(kind, width)
-    parts = {1: [0], 2: [0, 1], 4: [0, 2, 1, 3]}[size]
-    return [size * lane + part for part in parts for lane in range(width)]
+    if size == 4:  # `_look_up_e4m3`: halves of groups of 16 numbers, in each the even ones, then the odd ones
+        return [lane // 4 * 16 + half * 8 + lane % 4 * 2 + odd for half in (0, 1) for odd in (0, 1) for lane in range(width)]
+    return [size * lane + part for part in range(size) for lane in range(width)]
 
 
 class BFloat16Pairs(ir.VectorType):
