@@ -1,6 +1,6 @@
 """Decode: one query token per sequence over a paged cache, against the machine's own memory and against others.
 
-    python benchmarks/bench_decode.py [--quick] [--plot FILE]
+    python benchmarks/bench_decode.py [PART ...] [--quick] [--plot FILE]
 
 Every result is compared with a float64 oracle first. Then competitors take turns (`common.paired`); caches are flushed
 before each sample. The limit is a streaming read of as many bytes by the same threads; where that is faster than
@@ -60,13 +60,16 @@ def against_numpy(rounds):
     report("float32", case, times)
 
 
-def formats(rounds, batches, blocks):
-    """Formats, block sizes, batches and contexts."""
-    for dtype in ("float32", "float16", "bfloat16"):
-        for block in blocks:
-            for batch, context in batches:
-                case = common.make_case([context] * batch, dtype=dtype, block=block)
-                report(f"{dtype}, block {block}, {batch} x {context}", case, measure(case, rounds))
+def formats(rounds, dtype):
+    """Block sizes, batches and contexts of a format."""
+    for block in (16, 32, 64):
+        for batch, context in ((8, 1024), (8, 4096), (32, 1024), (32, 4096)):
+            case = common.make_case([context] * batch, dtype=dtype, block=block)
+            report(f"{dtype}, block {block}, {batch} x {context}", case, measure(case, rounds))
+
+
+def groups(rounds):
+    """Eight query heads per kv head, where arithmetic takes as long as memory."""
     case = common.make_case([4096] * 8, dtype="bfloat16", group=8)
     report("bfloat16, group 8, block 16, 8 x 4096", case, measure(case, rounds))
 
@@ -126,8 +129,13 @@ def overheads(rounds):
     """One short sequence, checks and plan included; the first call of a process, with an empty and a warm cache."""
     for dtype in ("float32", "bfloat16"):
         case = common.make_case([128], dtype=dtype)
-        calls = 200
-        times = common.paired({"many": lambda case=case: [npg.decode(*case[:5]) for _ in range(calls)]}, rounds)["many"]
+        calls = 1000
+
+        def many(case=case, calls=calls):
+            for _ in range(calls):
+                npg.decode(*case[:5])
+
+        times = common.paired({"many": many}, rounds)["many"]
         print(f"{dtype}, 1 x 128, all in: {np.median(times) / calls * 1e6:.1f} us")
     with tempfile.TemporaryDirectory() as cache:
         seconds = [float(subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, capture_output=True, text=True,
@@ -163,24 +171,25 @@ def plot(path, rounds):
     figure.savefig(path, dpi=120)
 
 
+PARTS = {"numpy": against_numpy, **{dtype: partial(formats, dtype=dtype) for dtype in ("float32", "float16", "bfloat16")},
+         "groups": groups, "eight_bits": eight_bits, "layouts": layouts, "contexts": contexts, "overheads": overheads}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one case, within a minute")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"which of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("--quick", action="store_true", help="one case and what a call costs, within a minute")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--plot", metavar="FILE", help="draw GB/s against context, batch and block size")
     arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
     print(HEADER)
     if arguments.plot:
         plot(arguments.plot, arguments.rounds)
     else:
-        against_numpy(3 if arguments.quick else arguments.rounds)
-    if not (arguments.quick or arguments.plot):
-        formats(arguments.rounds, [(8, 1024), (8, 4096), (32, 1024), (32, 4096)], (16, 32, 64))
-        eight_bits(arguments.rounds)
-        layouts(arguments.rounds)
-        contexts(arguments.rounds)
-    if not arguments.plot:
-        overheads(arguments.rounds)
+        for part in arguments.parts or (("numpy", "overheads") if arguments.quick else PARTS):
+            PARTS[part](3 if arguments.quick else arguments.rounds)
     print(common.summary())
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from backends import CPU
 from inputs import Q_DTYPES, Shape, decode_problem, prefill_problem
+from numba_paged.backend import load_backend
 from numba_paged.cpu import launch, machine, threads
 
 ROOT = Path(__file__).parent.parent
@@ -130,3 +131,25 @@ def test_tbb_carries_the_threads():
 
 def test_the_user_chooses_the_threading_layer():
     assert run(CODE["layer"], NUMBA_THREADING_LAYER="workqueue") == ["workqueue"]
+
+
+def huge_pages():
+    """Whether the system gives huge pages to those who ask for them."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not huge_pages(), reason="the system offers no huge pages")
+def test_a_large_pool_is_on_huge_pages():
+    """A quarter is proof that they were asked for; the rest may find none free."""
+    pool = load_backend("cpu").zeros((1 << 27,), np.uint8)
+    pool[:] = 1
+    address, inside, found = pool.ctypes.data, False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            start, stop = (int(edge, 16) for edge in first.split("-"))
+            inside = start < address + pool.nbytes and address < stop
+        elif inside and first == "AnonHugePages:":
+            found += int(line.split()[1]) << 10
+    assert found > pool.nbytes // 4
