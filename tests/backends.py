@@ -1,16 +1,13 @@
 """The backends that every test body runs on: the one place that lists them."""
 
-import functools
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import ptxrun
 import pytest
 
+import tolerances
 from numba_paged.backend import load_backend
-
-WEIGHTS_HELD = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float8_e4m3fn": 2.0**-12, "float8_e5m2": 2.0**-12}
-"""Half a unit in the last place of the weights that tensor cores take, by the pool's format."""
 
 
 class CPU:
@@ -55,41 +52,21 @@ class Ptx:
     def __init__(self, cc, *marks):
         self.id, self.cc, self.marks = f"sm_{cc[0]}{cc[1]}", cc, marks
 
-    @functools.cached_property
-    def backend(self):
-        """The `CudaBackend`; its device remembers what was launched."""
-        from numba_paged.cuda.backend import CudaBackend
-        from ptx_device import PtxDevice
-
-        return CudaBackend(PtxDevice(self.cc))
-
     @contextmanager
     def active(self):
         if ptxrun.missing():
             pytest.skip(ptxrun.missing())
-        from ptx_device import used_for_device_arrays
+        from ptx_device import OnPtx, used_for_device_arrays
 
-        self.device = self.backend._device
-        self.device.reset()
-        with used_for_device_arrays(self.backend):
+        self.here = OnPtx(self.cc)
+        self.asarray, self.asnumpy, self.weight_rounding = self.here.asarray, self.here.asnumpy, self.here.weight_rounding
+        with used_for_device_arrays(self.here.backend):
             yield
-
-    def asarray(self, x):
-        from ptx_device import DeviceArray
-
-        return DeviceArray(x)
-
-    def asnumpy(self, x):
-        return x.host
 
     def pool(self, shape, dtype, blocks):
         array = ptxrun.virtual_array(shape, dtype)
-        self.device.memory.add(array, rows=blocks)
+        self.here.device.memory.add(array, rows=blocks)
         return self.asarray(array)
-
-    def weight_rounding(self, q_dtype, kv_dtype):
-        tensor = any(launch.kernel.name.endswith("_mma") for launch in self.device.launches)
-        return WEIGHTS_HELD.get(kv_dtype, 0.0) if tensor else 0.0
 
 
 class Cuda:
@@ -125,7 +102,7 @@ class Cuda:
         return self.device.zeros(shape, dtype)
 
     def weight_rounding(self, q_dtype, kv_dtype):
-        return WEIGHTS_HELD.get(kv_dtype, 0.0)
+        return tolerances.tensor_weight_rounding(q_dtype, kv_dtype)
 
 
 BACKENDS = (CPU(), Ptx((9, 0)), Ptx((8, 0), pytest.mark.long), Ptx((10, 0), pytest.mark.long), Cuda())

@@ -13,9 +13,11 @@ from unittest import mock
 import numpy as np
 import ptxrun
 
+import tolerances
 from compiled import ptx_of
 from numba_paged import attention, kv_cache
 from numba_paged.arrays import host_array, place_of
+from numba_paged.cuda.backend import CudaBackend
 from numba_paged.cuda.compile import Kernel
 from numba_paged.cuda.device import Upload
 
@@ -168,6 +170,28 @@ class PtxDevice:
         named = dict(zip(kernel.parameters, arguments, strict=True))
         self.launches.append(Launch(kernel, grid, named, result))
         result.assert_clean()
+
+
+class OnPtx:
+    """The library on a device of its own, as a problem of `inputs` takes a backend; see `PtxDevice` for the parameters."""
+
+    def __init__(self, cc=(9, 0), num_multiprocessors=4, **options):
+        self.device = PtxDevice(cc, num_multiprocessors, **options)
+        self.backend = CudaBackend(self.device)
+
+    asarray = staticmethod(DeviceArray)
+
+    def asnumpy(self, array):
+        return array.host
+
+    def weight_rounding(self, q_dtype, kv_dtype):
+        tensor = any(launch.kernel.name.endswith("_mma") for launch in self.device.launches)
+        return tolerances.tensor_weight_rounding(q_dtype, kv_dtype) if tensor else 0.0
+
+    def check(self, problem, **options):
+        """Attend, compare with the oracle; the launches are in `device.launches`."""
+        with used_for_device_arrays(self.backend):
+            return problem.check(self, **options)
 
 
 @contextmanager

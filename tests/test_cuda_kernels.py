@@ -14,7 +14,6 @@ if ptxrun.missing():
 import numba_paged as npg  # noqa: E402
 import ptx_device  # noqa: E402
 import reference  # noqa: E402
-import tolerances  # noqa: E402
 from compiled import ptx_of  # noqa: E402
 from inputs import DTYPES, Shape, decode_problem, normal, prefill_problem  # noqa: E402
 from numba_paged.cuda import backend, codecs, decode, layout, prefill  # noqa: E402
@@ -24,30 +23,10 @@ from numba_paged.cuda.intrinsics import thread_index  # noqa: E402
 from numba_paged.cuda.memory import load_global, store_global  # noqa: E402
 from numba_paged.cuda.registers import each  # noqa: E402
 from numba_paged.cuda.warp import U64, AttendSpec, tanh  # noqa: E402
-from ptx_device import DeviceArray, PtxDevice, used_for_device_arrays  # noqa: E402
+from ptx_device import DeviceArray, OnPtx, PtxDevice, used_for_device_arrays  # noqa: E402
 
 CCS = ((8, 0), (9, 0), (10, 0))
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
-
-
-class OnPtx:
-    """The library on a `PtxDevice` of its own."""
-
-    def __init__(self, cc=(9, 0)):
-        self.device = PtxDevice(cc)
-        self.backend = backend.CudaBackend(self.device)
-
-    asarray = staticmethod(DeviceArray)
-
-    def asnumpy(self, array):
-        return array.host
-
-    weight_rounding = staticmethod(tolerances.tensor_weight_rounding)
-
-    def check(self, problem, **options):
-        """Attend, compare with the oracle; the launches are in `device.launches`."""
-        with used_for_device_arrays(self.backend):
-            return problem.check(self, **options)
 
 
 @pytest.fixture(params=CCS, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")

@@ -23,7 +23,7 @@ from numba_paged.cuda.backend import CudaBackend  # noqa: E402
 from numba_paged.cuda.choose import choose, most_rows  # noqa: E402
 from numba_paged.cuda.codecs import code_of  # noqa: E402
 from numba_paged.cuda.warp import AttendSpec  # noqa: E402
-from ptx_device import DeviceArray, PtxDevice, used_for_device_arrays  # noqa: E402
+from ptx_device import OnPtx, PtxDevice  # noqa: E402
 from tensor_launch import attend, check  # noqa: E402
 
 CCS = ((8, 0), (9, 0), (10, 0))
@@ -352,17 +352,11 @@ def shared_problem(shape, prefixes, lengths, num_queries=1, seed=0):
 
 def attend_shared(problem, cc=(9, 0), num_multiprocessors=4, **options):
     """(out, lse, launches) of a call on a backend of its own, checked against the oracle; pools are named."""
-    device = PtxDevice(cc, num_multiprocessors)
-    device.memory.add(problem.keys, name="keys")
-    device.memory.add(problem.values, name="values")
-
-    class Arrays:
-        asarray, asnumpy = staticmethod(DeviceArray), staticmethod(lambda array: array.host)
-        weight_rounding = staticmethod(tolerances.tensor_weight_rounding)
-
-    with used_for_device_arrays(CudaBackend(device)):
-        problem.check(Arrays(), **options)
-    return device.launches
+    on_ptx = OnPtx(cc, num_multiprocessors)
+    on_ptx.device.memory.add(problem.keys, name="keys")
+    on_ptx.device.memory.add(problem.values, name="values")
+    on_ptx.check(problem, **options)
+    return on_ptx.device.launches
 
 
 def gathers(launches):
