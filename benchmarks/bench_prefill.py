@@ -19,10 +19,10 @@ def measure(label, lengths, num_queries, dtype, rounds):
     """Check, time and print one case."""
     case = common.make_case(lengths, num_queries, dtype=dtype)
     q, keys, values, tables, lengths, starts = case
-    error = common.check(case, npg.prefill(q, keys, values, tables, lengths, starts))
-    out = np.empty_like(q)
+    out = npg.prefill(q, keys, values, tables, lengths, starts)
+    error = common.check(case, out)
     functions = {"ours": lambda: npg.prefill(q, keys, values, tables, lengths, starts, out=out)}
-    times = common.paired(functions | peers.torch_peers(case, causal=True), rounds)
+    times = common.paired(functions | peers.agreeing(case, out, causal=True), rounds)
     ours = np.median(times["ours"])
     others = "  ".join(f"{name} {common.ratio(times[name], times['ours']):.2f}x" for name in times if name != "ours")
     print(f"{dtype:14s} {label:34s} error {error:.0e} {ours * 1e3:9.1f} ms {case.num_operations / ours / 1e9:6.0f} GFLOP/s  "
@@ -34,6 +34,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a short prompt in each format, within a minute")
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
+    if line := peers.missing():
+        print(line)
     for dtype in ("float32", "bfloat16", "float16", "float8_e4m3fn"):
         if arguments.quick:
             measure("512 tokens", [512], 512, dtype, 3)

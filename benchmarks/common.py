@@ -207,7 +207,8 @@ def make_case(lengths, num_queries=1, kv_heads=8, group=4, head_dim=128, block=1
         start += count
     queries = np.broadcast_to(num_queries, lengths.shape)
     q_dtype = q_dtype or (dtype if dtype in ("float16", "bfloat16") else "float32")
-    q = rng.standard_normal((int(queries.sum()), kv_heads * group, head_dim), np.float32).astype(DTYPES[q_dtype])
+    q = rng.standard_normal((int(queries.sum()), kv_heads * group, head_dim), np.float32)
+    q = (q / 32 if dtype == "int8" else q).astype(DTYPES[q_dtype])  # scores as large as in the other formats
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     return Case(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), tables, lengths, starts)
 
