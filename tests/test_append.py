@@ -32,7 +32,7 @@ def check(backend, k, v, keys, values, slots, **scales):
     return keys, values
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("q_dtype", Q_DTYPES)

@@ -37,13 +37,13 @@ def edge_lengths(block_size):
     return sorted({0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size + 5})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape, layout", matrix())
 def test_decode(backend, shape, layout):
     decode_problem(shape, edge_lengths(shape.block_size), layout=layout).check(backend)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape, layout", matrix())
 def test_prefill(backend, shape, layout):
     lengths = edge_lengths(shape.block_size)
@@ -183,6 +183,7 @@ def test_fixed_split_makes_results_independent_of_the_batch(backend, split_size,
         assert same_bits(together[i], attend([i], seed=i)[i])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("poison", ["nan", "inf", "largest"])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("num_queries", [None, 5], ids=["decode", "prefill"])

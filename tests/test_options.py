@@ -73,7 +73,7 @@ def check_cross(backend, row):
     make(kind, Shape(6, 2, 32, 8, "float16", kv_dtype)).check(backend, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", pairwise(kv_dtype=["float32", "int8", "float8_e5m2"], **FEATURES), ids=label)
 def test_options_cross(backend, row):
     check_cross(backend, row)
