@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from numba_paged import plan
@@ -63,7 +63,7 @@ def check(rows, prefixes, tiling, causal=True, window=None, split_size=None):
 ROWS = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 7)).map(lambda row: (row[0], min(row))), min_size=1, max_size=9)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(ROWS, st.data(), st.integers(1, 5), st.integers(1, 40), st.booleans(), st.none() | st.integers(1, 60),
        st.none() | st.integers(1, 30))
 def test_every_key_is_seen_once(rows, data, query_tile, num_workers, causal, window, split_size):
