@@ -14,8 +14,9 @@ import numba
 import numpy as np
 from numba import njit, prange
 
+from numba_paged.compiled import prefetch
 from numba_paged.cpu import threads
-from numba_paged.cpu.memory import load, prefetch
+from numba_paged.cpu.memory import load
 
 threads.load_tbb()  # before the first parallel region
 
@@ -132,7 +133,7 @@ def _sum_shuffled(words, chunks, chunk_size, ahead):
         after = chunks[later] * chunk_size + ahead - chunk_size
         for line in range(0, chunk_size, 8):
             place = offset + line if line + ahead < chunk_size else after + line
-            prefetch(words.ctypes.data + 8 * place)
+            prefetch(words.ctypes.data + 8 * place, 2)
             for i in range(8):
                 total += load(np.uint64, words.ctypes.data, start + line + i)
     return total

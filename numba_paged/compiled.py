@@ -38,21 +38,27 @@ entry = _Entries()
 """``entry[function](...)`` calls a bare function whose arguments always have the same types."""
 
 
-@intrinsic
-def prefetch(typingctx, address):
-    """Ask for the cache line of an address before it is needed: a large pool's blocks are rarely in a cache."""
+@intrinsic(prefer_literal=True)
+def prefetch(typingctx, address, locality):
+    """Ask for the cache line of an address before it is needed, into the first cache (`locality` 3) or the second (2).
+
+    A large pool's blocks are rarely in a cache.
+    """
+    if not isinstance(locality, types.IntegerLiteral):
+        return None
+    level = locality.literal_value
 
     def generate(context, builder, signature, arguments):
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
         fetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        builder.call(fetch, [builder.inttoptr(arguments[0], pointer), number(0), number(3), number(1)])
+        builder.call(fetch, [builder.inttoptr(arguments[0], pointer), number(0), number(level), number(1)])
         return context.get_dummy_value()
 
-    return types.void(types.int64), generate
+    return types.void(types.int64, locality), generate
 
 
 @inlined
 def prefetch_row(array, row):
     """Ask for a row of an array with two axes."""
-    prefetch(array.ctypes.data + row * array.strides[0])
+    prefetch(array.ctypes.data + row * array.strides[0], 3)

@@ -68,7 +68,7 @@ def _home(index, hashed):
 @inlined
 def prefetch_place(index, hashed):
     """Ask for the place in the index where the search for a hash begins."""
-    prefetch(index.ctypes.data + 8 * _home(index, hashed))
+    prefetch(index.ctypes.data + 8 * _home(index, hashed), 3)
 
 
 @inlined

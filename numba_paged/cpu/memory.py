@@ -67,17 +67,3 @@ def as_float(typingctx, bits):
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.uint32), generate
-
-
-@intrinsic
-def prefetch(typingctx, address):
-    """Fetch the cache line of an address into the second cache."""
-
-    def generate(context, builder, signature, arguments):
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        builder.call(fetch, [builder.inttoptr(arguments[0], pointer), number(0), number(2), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
