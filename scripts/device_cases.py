@@ -35,10 +35,6 @@ CHECKED = 16
 """Query tokens of the first sequence, its last ones, that are compared with the oracle."""
 
 
-WEIGHT_ROUNDING = 2.0**-11
-"""Half a unit in the last place of float16: tensor cores take the weights in the format of the queries."""
-
-
 @dataclass(frozen=True)
 class Case:
     """What is timed. Sizes are in tokens."""
@@ -127,7 +123,8 @@ class Ready:
         q, out = (self.backend.to_host(array[rows], "array")[:, : case.group] for array in (self.q, self.out))
         k, v = (self.place.taken(pool, self.tables[0])[:, 0].reshape(-1, 1, HEAD_DIM) for pool in self.pools)
         expected = reference.explain(q, k[: case.context], v[: case.context])
-        tolerance = tolerances.out_tolerance(expected, q.dtype, HEAD_DIM, weight_rounding=WEIGHT_ROUNDING)
+        rounding = tolerances.tensor_weight_rounding("float16", case.kv_dtype)
+        tolerance = tolerances.out_tolerance(expected, q.dtype, HEAD_DIM, weight_rounding=rounding)
         tolerances.assert_within(out, expected.out, tolerance, "out")
 
 
