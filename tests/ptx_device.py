@@ -93,10 +93,6 @@ class PtxDevice:
         self.compute_capability = cc
         self.num_multiprocessors = num_multiprocessors
         self.options = options
-        self.reset()
-
-    def reset(self):
-        """Forget all arrays and launches."""
         self.memory = ptxrun.Memory()
         self.launches = []
         self._uploads = weakref.WeakKeyDictionary()

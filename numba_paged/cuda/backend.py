@@ -197,8 +197,11 @@ class CudaBackend:
             kernel = append.append_kernel(append.AppendSpec(new, pool, num_heads, head_dim, keys.shape[1], run,
                                                             (k_scale, v_scale) != (1.0, 1.0)))
             slots = slots.astype(np.int64, copy=False)
-            upload = self._device.upload(slots) if plan is None else None
-            (place,) = self._device.tables(plan, slots, what="slots") if upload is None else upload.addresses
+            if plan is None:
+                upload = self._device.upload(slots)  # kept until the launch
+                (place,) = upload.addresses
+            else:
+                (place,) = self._device.tables(plan, slots, what="slots")
             num_blocks = -(-num_tokens * num_heads * (head_dim // run) // append.NUM_THREADS)
             arguments = (place, num_tokens * num_heads, *sum(places, ()), k_scale, v_scale)
             self._device.launch(kernel, (num_blocks, 2), arguments)
